@@ -21,7 +21,8 @@ FIRST_PAUSE = 0.05
 MAX_PAUSE = 5.0
 """Seconds between two repetitions at most."""
 IDLE_NICENESS = 20
-"""From this niceness on, threads get Linux's SCHED_IDLE: beside ranks, which have 15, even 19 gets a third."""
+"""From this niceness on, threads get Linux's policy SCHED_IDLE: beside ranks, which run at nice 15, even a thread at
+nice 19 would get a third of a core."""
 
 
 class TaskSet:
@@ -115,17 +116,17 @@ async def finish_despite_cancellation(work: Awaitable[T]) -> T:
 
 
 async def until_reached(
-    call: Callable[[], Awaitable[T]], what: str, until: float, on: type[Unavailable] = Unavailable
+    call: Callable[[], Awaitable[T]], what: str, until: float, retried: type[Unavailable] = Unavailable
 ) -> T:
-    """Repeat an idempotent call while it raises an `on`, until the time `until` on the event loop's clock.
+    """Repeat an idempotent call while it raises a `retried` error, until the time `until` on the event loop's clock.
 
-    `what` names the call in the log. Raises the `on` after that time, and other errors at once.
+    `what` names the call in the log. After that time, the last of these errors is raised; another error at once.
     """
     pause = FIRST_PAUSE
     while True:
         try:
             return await call()
-        except on as error:
+        except retried as error:
             if asyncio.get_running_loop().time() + pause >= until:
                 raise
             log.warning("%s: %s; trying again in %.2f s", what, error, pause)
@@ -134,7 +135,7 @@ async def until_reached(
 
 
 QUEUED_ITEMS = 64
-"""Most items that wait for the reader of `fan_in`; then its streams wait."""
+"""Maximum items that wait for the reader of `fan_in`. While there are so many, the streams wait."""
 
 
 async def fan_in(
@@ -190,9 +191,9 @@ async def fan_in(
 def beside_others(work: Callable[[], T], niceness: int) -> T:
     """Return what `work` returns, done in a thread whose nice value is `niceness` higher than the caller's.
 
-    So others come first where cores are busy; from IDLE_NICENESS on, the thread runs only on idle cores. On Linux each
-    thread has its own priority, which only root may raise again, so the thread ends with `work`. Threads that `work`
-    starts have the low priority too: they must end with it.
+    If all cores are busy, other threads therefore come first; from IDLE_NICENESS on, the thread runs only on idle
+    cores. On Linux each thread has its own priority, which only root may raise again, so the thread ends with `work`.
+    Threads that `work` starts have the low priority too: they must end with it.
     Example: `beside_others(lambda: import_module("numpy"), 10)`.
     """
     with ThreadPoolExecutor(1, "ringserve-beside", initializer=_lower_priority, initargs=(niceness,)) as threads:

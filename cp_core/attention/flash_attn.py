@@ -1,7 +1,8 @@
 """Kernel of the flash-attn package (optional extra `flash-attn`), for sequences of any length.
 
-Written against versions 2.7 and 2.8. 2.8.3 was built on an H100 and compared: outs differed by 2e-3, LSEs by 1e-7; from
-which kernel's is not recorded. `backends` chooses it if the configuration names it.
+Written against versions 2.7 and 2.8. 2.8.3 was built on an H100 and compared with another kernel (which one is not
+recorded): its outs differed by 2e-3, its LSEs by 1e-7. `backends` chooses it if the configuration names it. It changes
+no tensor that it is given.
 
 Shapes: T query tokens, S stored tokens, H query heads, K key/value heads, D head dimension.
 """
@@ -48,7 +49,7 @@ class FlashAttention:
         assert not causal or num_tokens == num_stored, f"causal needs T == S, not {num_tokens} and {num_stored}"
         if not num_tokens or not num_stored:
             return empty_partial(q)
-        # The function returns the LSE only if attention probabilities are requested. They stay empty.
+        # The function returns the LSE only if attention probabilities are requested too. It returns those empty.
         out_thd, lse_ht, _ = self._kernel(
             q,
             k,

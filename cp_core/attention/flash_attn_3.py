@@ -1,7 +1,7 @@
 """FlashAttention 3 kernel for Hopper GPUs, from the package `fa3-fwd`: prefill about twice as fast as torch's.
 
-"auto" chooses it if it is installed. Written against version 0.0.3, which supports only bfloat16 and no block tables.
-On an H100 its LSE differs from torch's kernel by at most 3e-8.
+"auto" chooses it if it is installed. It changes no tensor that it is given. Written against version 0.0.3, which
+supports only bfloat16 and no block tables. On an H100 its LSE differs from torch's kernel by at most 3e-8.
 
 Shapes: T query tokens, S stored tokens, H query heads, D head dimension.
 """
@@ -21,10 +21,11 @@ from ringserve.cp_core.attention.triton_decode import TritonDecode
 from ringserve.cp_core.errors import ConfigError
 
 HOPPER = 9
-# The operator's optional arguments after q, k and v, and the ones after the scale and `causal`: window (2), chunk, soft
-# cap, interleaved rotation, schedule, splits, packed heads, spared processors.
 UNUSED = (None,) * 20
+"""The operator's optional arguments after q, k and v: none is given."""
 DEFAULTS = (-1, -1, 0, 0.0, True, None, 1, None, 0)
+"""The operator's arguments after the scale and `causal`: window (2), chunk, soft cap, interleaved rotation, scheduler
+metadata, number of splits, packed heads, number of processors to leave free."""
 
 
 class FlashAttention3:
@@ -40,7 +41,7 @@ class FlashAttention3:
     def __init__(self, kernels: Any = None, few: TritonDecode | None = None) -> None:
         """`kernels` replaces the package's functions in tests, `few` the backend for few queries.
 
-        Raises ConfigError if the installed package does not fit the installed torch.
+        Raises ConfigError if the package cannot be imported, for example because it was built for another torch.
         """
         self._kernels = kernels or _load_kernels()
         self._few = few or TritonDecode()
@@ -66,7 +67,7 @@ class FlashAttention3:
         assert not causal or num_tokens == num_stored, f"causal needs T == S, not {num_tokens} and {num_stored}"
         if not num_tokens or not num_stored:
             return empty_partial(q)
-        # The package's function around this operator takes the host 0.15 ms, longer than the kernel of a short prompt.
+        # The package's function around this operator costs the host 0.15 ms; the kernel of a short prompt takes less.
         arrays = (each.unsqueeze(0) for each in (q, k, v))
         out_1thd, lse_1ht, *_ = self._kernels.fa3_fwd_cuda.fwd(*arrays, *UNUSED, scale, causal, *DEFAULTS)
         return Partial(out_1thd[0], lse_1ht[0].transpose(0, 1))

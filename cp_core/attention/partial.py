@@ -1,16 +1,16 @@
 """Partial attention: interfaces of kernels, exact merge, and calls that attend sequences over runs of keys or pages.
 
-Ring algorithms and decode steps call it.
+Ring algorithms and decode steps call it. It writes only to memory of its own and to the outs that callers give it.
 
 Shapes: M parts, T query tokens, S stored tokens, H query heads, K key/value heads (H is a multiple of K), D head
-dimension; of paged attention B sequences with one query each, P pages of a cache, G tokens a page, W pages of the
-longest table. Parts merge in fp32, in their order (arXiv 2411.01783, 3.3 and appendix B):
+dimension; for paged attention: B queries (one per sequence, or several with drafts), P pages of a cache, G tokens per
+page, W pages in the longest table. Parts merge in fp32, in their order (arXiv 2411.01783, 3.3 and appendix B):
 
     out = sum_i exp(lse_i) out_i / sum_i exp(lse_i)         lse = log sum_i exp(lse_i)
 
 Stable: m = max_i lse_i (0 if all are -inf), w_i = exp(lse_i - m), s = sum_i w_i, out = sum_i (w_i / s) out_i, lse = m +
-log s. A part that attended nothing has lse -inf and possibly a NaN out. A `where` leaves it out, because 0 * NaN is
-NaN. For equal bits on every rank, pass the parts in source-rank order.
+log s. A part that attended nothing has lse -inf and possibly a NaN out. The merge leaves this out away instead of
+multiplying it by 0, because 0 * NaN is NaN. For equal bits on every rank, pass the parts in source-rank order.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ from ringserve.cp_core.layout.step_plans import Band, KvRun, RowIndices, Rows, S
 # Maximum query rows that are attended together under a mask. With more rows, the window would hide most of the keys
 # between the first row's first key and the last row's last key.
 BAND_ROWS = 256
-# If all these rows see more than this many keys in common, those keys get a call of their own without a mask. Otherwise
-# one masked call takes all keys: it costs less than two more calls and a merge.
+# If all rows of a group of BAND_ROWS see more than this many keys in common, those keys get a call without a mask,
+# between masked calls for the keys on either side. Otherwise one masked call takes all keys: it costs less than two
+# more calls and a merge.
 MASKED_KEYS = 1024
 # Parts of one sequence that a GPU holds at a time. Each part is as large as the queries.
 MAX_HELD_PARTS = 4
 MAX_TOGETHER = 8
-"""Maximum queries of one sequence in a call over pages: they, times a KV head's query heads, fill one tile of rows."""
+"""Maximum queries of one sequence in a call over pages. This many, times the query heads of a KV head, fill one tile of
+the kernel."""
 Key = TypeVar("Key")
 """Key of one sequence, or of a part of it, in a call for several sequences."""
 
@@ -550,9 +552,10 @@ class PagedShards:
     never read, but must be valid page numbers. `stored` has each sequence's token count on this rank, possibly 0.
     `lengths` has the same counts as int32[B] on the device, for kernels that read them there.
 
-    In a layer with a window query b sees no token before firsts[b] (int32[B] on the device), and at most `most_seen`. A
-    sequence with drafts has several queries, side by side and with the same table. `ends` int32[E] on the device then
-    has, for each sequence, the index of its last query plus one. Queries from ends[-1] on are padding.
+    If the layer has a window, query b sees no token before firsts[b] (int32[B] on the device) and at most `most_seen`
+    tokens in all. A sequence with drafts has several queries, side by side and with the same table. `ends` (int32[E] on
+    the device, E sequences) then has, for each sequence, the index of its last query plus one. Queries from ends[-1] on
+    are padding.
 
     Example: if ends is (3, 4), queries 0 to 2 are of one sequence and query 3 is of another.
     """
@@ -570,7 +573,10 @@ class PagedShards:
         return len(self.stored)
 
     def of(self, rows: Sequence[int], indices: RowIndices) -> PagedShards:
-        """Return the shards of the queries in `rows`, ascending, without `ends`; self if `rows` are all of them."""
+        """Return the shards of the queries whose indices are `rows` (ascending).
+
+        The result has no `ends`, but self is returned as it is if `rows` names all queries.
+        """
         if len(rows) == len(self):
             return self
         index = indices.of(rows, self.table.device)
@@ -591,7 +597,7 @@ class PagedBackend(AttentionBackend, Protocol):
     takes_bounds: ClassVar[bool]
 
     def paged_attention(self, q: torch.Tensor, shards: PagedShards, *, scale: float) -> Partial:
-        """Attend q[B, H, D], one query per sequence, over the sequence's shard.
+        """Attend each query of q[B, H, D] over its sequence's shard.
 
         B is 1 or more, and so is every `stored` unless the backend has `skips_empty`. If a row's LSE is NaN, so is its
         out.
@@ -715,13 +721,14 @@ def attend_pairs(
     for index, part in cached.items():
         by_start = {answer.rows.start: answer.partial for answer in answers[index]}
         answers[index] = [
-            RowPartial(each.rows, merge([part.rows(each.rows.start, each.rows.stop), *_given(by_start, each.rows)]))
+            RowPartial(each.rows, merge([part.rows(each.rows.start, each.rows.stop), *_part_at(by_start, each.rows)]))
             for each in seen[index]
         ]
     return answers
 
 
-def _given(parts: dict[int, Partial], rows: Rows) -> list[Partial]:
+def _part_at(parts: dict[int, Partial], rows: Rows) -> list[Partial]:
+    """Return [the part whose first row is rows.start], or [] if there is none."""
     return [parts[rows.start]] if rows.start in parts else []
 
 
@@ -756,8 +763,8 @@ def attend_together(
     """
     queries, runs = [q for q, _ in calls.values()], [run for _, run in calls.values()]
     lengths = [q.shape[0] for q in queries]
-    is_one = len(calls) > 1 and attends_many(backend) and (causal or backend.fills(lengths, queries[0].shape[1]))
-    if not is_one:
+    in_one_call = len(calls) > 1 and attends_many(backend) and (causal or backend.fills(lengths, queries[0].shape[1]))
+    if not in_one_call:
         return {
             key: backend.partial_attention(q, run.k, run.v, causal=causal, scale=scale)
             for key, (q, run) in calls.items()

@@ -6,7 +6,7 @@ Then it waits for the KV of all earlier tokens, sends it on, and attends it. Ran
 ends the layer at f_i; P tokens are cached; ChainRates has qkv, lin, pair, kv, BW, o and a as projection_seconds,
 token_seconds, pair_seconds, kv_bytes, link_bytes_per_second, layer_seconds and message_seconds:
 
-    ready  = f_i + T_i qkv / s_i                    own  = ready + T_i^2 / 2 pair / s_i
+    ready  = f_i + T_i qkv / s_i                    own  = ready + (T_i^2 / 2) pair / s_i
     sent   = max(link_i, ready) + T_i kv / BW       link_i = max(sent, own, arrived_i) + c_i kv / BW
     f_i    = max(own, arrived_i) + (T_i (P + c_i) pair + T_i (lin - qkv)) / s_i + o          arrived_{i+1} = link_i + a
 
@@ -29,10 +29,11 @@ from ringserve.views import RingRates
 
 LAYERS_AHEAD = 2
 """After the new KV of layer l, a rank sends its cached KV of layer l + LAYERS_AHEAD. Ranks of a chain are at different
-layers, and each needs the cached KV of all: sent only in its own layer, it would delay the ranks that are ahead."""
+layers at one time, and each needs the cached KV of all others. If a rank sent its cached KV of a layer only when it
+came to that layer itself, the ranks that are ahead would wait."""
 
 MAX_TRIED = 8
-"""Size of the coarse grid: numbers of ranks without tokens that are tried first."""
+"""Maximum size of the coarse grid in `quick_cuts`: about how many numbers of ranks without tokens are tried first."""
 MAX_STEPS = 24
 TOLERANCE = 0.25
 """Tokens by which cuts may miss a prompt's end before they are rounded."""
@@ -121,7 +122,8 @@ class ChainRates:
             message_seconds=ring.link_latency_seconds,
             speeds=tuple(speeds),
             lateness=tuple(lateness),
-            # Ranks that share one core are N times as fast alone as together, and none is faster. 0: not measured.
+            # N ranks that share one core are N times as fast alone as together, and none is faster. A measured speed of
+            # 0 means not measured, and counts as 1.
             lone_speed=min(max(1.0, ring.lone_speed), float(len(speeds))),
         )
 
@@ -190,9 +192,10 @@ def chain_seconds(cuts: Sequence[int], cached: int, rates: ChainRates) -> float:
 
 
 class _Stage(NamedTuple):
-    """Seconds of one position in a layer: of its processor, then of its link. A last position sends no new KV.
+    """Seconds of one position in a layer: of its processor, then of its link.
 
-    It is a tuple, since a router makes hundreds for a length that it meets for the first time.
+    The last position with tokens and those after it send no new KV. It is a tuple, since a router makes hundreds for a
+    length that it meets for the first time.
     """
 
     projection: float
@@ -270,7 +273,10 @@ def _pass_layer(
 
 
 def _send_cached(links: list[float], stages: Sequence[_Stage], message_seconds: float) -> float:
-    """Send the cached KV of a later layer; return when each position has the others' KV."""
+    """Add the sending of a later layer's cached KV to the links' times.
+
+    Returns the time at which every position has the others' cached KV.
+    """
     if not any(stage.cached_link for stage in stages):
         return 0.0
     for place, stage in enumerate(stages):
@@ -279,10 +285,10 @@ def _send_cached(links: list[float], stages: Sequence[_Stage], message_seconds: 
 
 
 def _is_steady(earlier: Sequence[float], steps: Sequence[float], num_ranks: int) -> bool:
-    """Return whether each layer adds the same time to every rank and link as the layer before, and no less downstream.
+    """Return whether this layer added the same time to every rank and link as the layer before.
 
-    Each max() in `_pass_layer` then keeps choosing the same argument: arrivals from upstream do not grow faster than
-    the rank's own times.
+    No rank or link may have got less than the one upstream of it. Each max() in `_pass_layer` then keeps choosing the
+    same argument: arrivals from upstream do not grow faster than the rank's own times.
     """
     if not earlier or not math.isclose(math.fsum(earlier), math.fsum(steps), rel_tol=1e-12):
         return False
@@ -297,9 +303,10 @@ def _is_steady(earlier: Sequence[float], steps: Sequence[float], num_ranks: int)
 
 
 def chain_closed_form(cuts: Sequence[int], cached: int, rates: ChainRates) -> float:
-    """Return `chain_seconds` approximately: the slowest stage in all layers but one, then one KV down the chain.
+    """Return `chain_seconds` approximately.
 
-    A stage includes the part of its messages that does not overlap: a processor that moves them computes less. Without
+    It is the slowest stage's time in all layers but one, and the time in which one layer's KV passes down the chain. A
+    stage includes the part of its messages that does not overlap: a processor that moves them computes less. Without
     cached tokens the result is 3% below to 0.3% above `chain_seconds`; with them, 5% below to 10% above, and up to 30%
     above for short steps of many ranks, in which latencies count.
     """
@@ -313,8 +320,8 @@ def chain_closed_form(cuts: Sequence[int], cached: int, rates: ChainRates) -> fl
         [rates.stage(*each) for each in zip(rates.shared(work), links, strict=True)],
     )
     if cached and num_ranks > 1:
-        # From the first rank's new KV until the last rank has the cached KV of a later layer: once in LAYERS_AHEAD
-        # layers.
+        # The path from the first rank's new KV until the last rank has the cached KV of a later layer takes `way`. It
+        # is taken once in LAYERS_AHEAD layers, so each layer bears that fraction of it.
         way = _way(cuts, first, rates) if first < last else 0.0
         way += (num_ranks - first) * rates.message_seconds + max(each.cached_link for each in stages)
         busiest[last] = max(busiest[last], (way + stages[first].projection / lone_speed) / LAYERS_AHEAD)
@@ -439,7 +446,7 @@ def quick_cuts(num_tokens: int, cached: int, rates: ChainRates) -> Cuts:
 def _balanced(num_tokens: int, cached: int, rates: ChainRates, empty: int, even: float) -> Cuts:
     """Return cuts of which the first `empty` positions have no tokens, and the others work equally long in each layer.
 
-    That is `even` seconds if no link holds them up and none is late, and more otherwise.
+    Each works `even` seconds in a layer if no link holds it up and no rank is late, and longer otherwise.
     """
     num_ranks = rates.num_ranks
     pairs = rates.square(num_tokens) + num_tokens * cached
@@ -506,7 +513,8 @@ def _filled(seconds: float, cached: int, rates: ChainRates, empty: int) -> list[
 
 
 _Entry = tuple[float, float]
-"""Predicted seconds of a step over its computing seconds on one rank; factor of the overhead (`busy_share`)."""
+"""A step's predicted seconds divided by the seconds in which one rank alone computes it; factor of its overhead
+(`busy_share`)."""
 
 
 class ChainPredictor:
@@ -514,10 +522,10 @@ class ChainPredictor:
 
     The closed form is computed for T = 2^(i/2) and 1 + P / T = 2^(j/2), as a multiple of what the matrix products and
     the attention take on one rank. Between these the multiple is linear: a router asks for many steps while it places
-    one turn. Each layer's overhead is added, and the latencies of pass-KV's hops: a profile's latencies include waits
-    for late ranks, so a chain must not seem faster only because it has fewer of them. A calibration measures overlap
-    and overhead of chains; else they are those of the ring. The closed form counts late ranks already, so the seconds
-    of a ring's step must not count them again.
+    one turn. Each layer's overhead is added, which includes the latencies of pass-KV's N - 1 hops. A profile's
+    latencies contain waits for late ranks: without them a chain would seem faster only because it has fewer hops. A
+    calibration measures overlap and overhead of chains; else they are those of the ring. The closed form counts late
+    ranks already, so the seconds of a ring's step must not count them again.
     """
 
     __slots__ = ("_entries", "_model", "_num_ranks", "_prefill_rates", "_rates", "_step_seconds")

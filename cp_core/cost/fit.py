@@ -1,6 +1,6 @@
 """Fits of a hardware profile's constants to published or measured times: least squares of relative errors.
 
-`ringserve calibrate` and the laboratory call it.
+`ringserve calibrate` and the laboratory call it. Its functions are pure.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ringserve.cp_core.errors import ConfigError
 
 Vector = npt.NDArray[np.float64]
 
-# Step of the logarithms by which slopes are taken.
+# Change of a constant's logarithm by which the residuals' slopes are measured (finite differences).
 SLOPE_STEP = 1e-5
 # Maximum change of a constant's logarithm in one round.
 MAX_MOVE = 0.5
@@ -44,12 +44,12 @@ PREFILL_CONSTANTS = (
 CHAIN_CONSTANTS = ("chain_overhead", "chain_overlap")
 """Constants that only chains have. A ring does not measure them when it starts."""
 RATIO_WEIGHT = 2.0
-"""Weight of a ratio's residual; a sample's is 1. A disturbed machine changes samples more than their ratios."""
+"""Factor of a ratio's residual; a sample's is 1. A disturbed machine changes samples more than their ratios."""
 DISTURBED = 2.385
 """Constant of Cauchy's weights: a residual of this many scales gets half the weight, and one far beyond almost none. On
 clean samples it costs 5% of their information (Holland and Welsch, Communications in Statistics A6, 1977)."""
 LEAST_SCALE = 0.05
-"""Minimum scale: smaller residuals are errors of the model itself, and all count."""
+"""Minimum scale of the residuals: up to this size they are errors of the model itself and keep most of their weight."""
 ROBUST_ROUNDS = 5
 DECODE_CONSTANTS = (
     "kv_bytes_per_second",
@@ -195,9 +195,9 @@ def fit_prefill(
     """Return `profile` with its constants `names` moved to values that fit the samples best.
 
     With `trust` above 0 a constant that moves by a factor of e costs as much as a sample that is wrong by the share
-    `trust`: constants that the samples hardly determine stay where they are. A wrong ratio costs RATIO_WEIGHT times as
-    much as a wrong sample. With `is_robust` samples and ratios that are far off beside the others count for little.
-    Raises ConfigError if there are fewer samples than constants.
+    `trust`: constants that the samples hardly determine stay where they are. A ratio's residual is multiplied by
+    RATIO_WEIGHT. With `is_robust` samples and ratios that are far off beside the others count for little. Raises
+    ConfigError if there are fewer samples than constants.
     """
     _require(samples, names)
     start = np.array([float(getattr(profile.prefill, name)) for name in names])
@@ -287,7 +287,8 @@ def _with_prefill(profile: HardwareProfile, names: Sequence[str], values: Vector
 def _share(value: float) -> float:
     """Return the share that a fitted number above 0 stands for: beyond 1, its inverse.
 
-    So a fit that starts at 1 can move in both directions; under a limit the slope there would be 0.
+    In this way a fit that starts at 1 can move in both directions. If numbers above 1 were cut off to 1 instead, the
+    slope there would be 0.
     """
     return value if value <= 1.0 else 1.0 / value
 

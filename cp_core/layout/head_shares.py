@@ -34,9 +34,10 @@ class HeadShare:
         return cls(TokenRange(start, stop), TokenRange(start // group, max(start // group, -(-stop // group))), group)
 
     def runs(self) -> Iterator[tuple[TokenRange, TokenRange]]:
-        """Yield (query heads, KV heads) of each run of KV heads with the same number of query heads.
+        """Yield (query heads, KV heads) of each run of KV heads with the same number of the share's query heads.
 
-        Both ranges count from the first head of the share.
+        There are up to three runs: a part of a group at the share's start, whole groups, and a part of a group at its
+        end. Both ranges count from the first head of the share.
         """
         start, stop = self.heads.start, self.heads.stop
         first, last = -(-start // self.group) * self.group, stop // self.group * self.group

@@ -134,7 +134,7 @@ class PrefillLoop:
     async def _run_yielding(
         self, step: ScheduledStep, prepared: Sequence[PreparedPiece], form: StepForm
     ) -> _Done | None:
-        """Compute a step and, between its layers, steps of turns that may overtake; None if it ended early."""
+        """Compute a step and, between its layers, steps of turns that may overtake. Return None if it ended early."""
         self._seconds_within = 0.0
         is_over = asyncio.Event()
 
@@ -164,7 +164,7 @@ class PrefillLoop:
         return replace(done, seconds=done.seconds - self._seconds_within)
 
     async def _end_on_ranks(self, step: ScheduledStep) -> bool:
-        """End a step that yields before its last layer; return False if the ranks have already computed it."""
+        """End a yielding step early. Return False if the ranks have already computed all of it."""
         timeout = self._ring.settings.step_timeout
         end = PrefillStep(algorithm=step.algorithm, sequences=(), within=step.number)
         answers = await gather_first_error(port.prefill_within(end, timeout) for port in self._ring.ranks)
@@ -216,7 +216,7 @@ class PrefillLoop:
     async def _run_on_ranks(
         self, step: ScheduledStep, prepared: Sequence[PreparedPiece], within: int, form: StepForm
     ) -> _Done | None:
-        """Compute the step; None if the step that it is within ended before. Raises the error of a rank."""
+        """Compute the step. Return None if the step that it is within ended before. Raises the error of a rank."""
         by_process = zip(*(piece.sequences for piece in prepared), strict=True)
         steps = [
             PrefillStep(

@@ -98,10 +98,10 @@ class PrefillRun:
         return self._turn.cached_tokens - self._cached_tokens
 
     async def pull(self) -> SentKv:
-        """Fetch cached KV that is missing here from another ring: it was computed by the decode ring, or evicted here.
+        """Fetch from another ring the cached KV that this ring lacks.
 
-        A failed pull from the turn's decode ring ends the turn. After a failed pull from another ring, this ring
-        computes the tokens.
+        The decode ring computed it, or it was evicted here. A failed pull from the turn's decode ring ends the turn.
+        After a failed pull from another ring, this ring computes the tokens.
         """
         turn, sequence = self._turn, self._sequence
         await copy_blocks(self._ring, self._pool, sequence, self._incarnation)
@@ -260,7 +260,7 @@ def _history(turn: PrefillTurn) -> TokenHistory:
 
 
 def _score(turn: PrefillTurn, stop: int) -> PromptScore | None:
-    """Return the request to score the prompt in a step that ends before position `stop`; None if it need not."""
+    """Return the request to score the prompt tokens of a step that ends before position `stop`; None for no scores."""
     num_top = turn.sampling.prompt_logprobs
     if num_top is None or turn.attempt > 1:
         return None  # not asked for, or answered in the first attempt

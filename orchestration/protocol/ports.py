@@ -1,7 +1,8 @@
 """Ports of the control plane to ranks, rings and the router.
 
 `services` implements the ring and router ports over gRPC, `orchestration.ring.actors` the rank port over Ray; in tests,
-leaders and rank workers of the same process stand in for them.
+leaders and rank workers of the same process stand in for them. The router, leaders and gateways call the ports.
+Protocols only: they have no state.
 """
 
 from __future__ import annotations
@@ -57,9 +58,10 @@ class RankPort(Protocol):
     async def prefill(self, step: PrefillStep, timeout: float) -> PrefillOutput: ...
 
     async def prefill_within(self, step: PrefillStep, timeout: float) -> PrefillOutput | None:
-        """Compute a step between two layers of step `step.within`, which runs; None if that one has ended already.
+        """Compute a step between two layers of the running step `step.within`.
 
-        All ranks answer None, or none does. The caller lets at most one such step wait at a time.
+        Returns None if that one has ended already. All ranks answer None, or none does. The caller lets at most one
+        such step wait at a time.
         """
 
     async def finish_sends(self, key: TransferKey, timeout: float) -> TransferReport: ...
@@ -72,7 +74,7 @@ class RankPort(Protocol):
     async def prepare_grammar(self, grammar: str, timeout: float) -> None:
         """Compile a grammar while steps go on, before one needs it.
 
-        A rank's first grammar has it read the tokenizer.
+        For its first grammar a rank also reads the tokenizer.
         """
 
     async def submit(self, commands: Sequence[DecodeCommand], timeout: float) -> None: ...
@@ -83,10 +85,10 @@ class RankPort(Protocol):
         """Run the decode loop until the rank stops or fails. It has no deadline: the ring's watchdog looks after it."""
 
     async def remember(self, note: object, timeout: float) -> None:
-        """Keep something for the leader that takes this rank over."""
+        """Keep `note`, the leader's measurements, for a later leader that takes this rank over."""
 
     async def recall(self, timeout: float) -> object:
-        """Return the measurements that a leader had this rank keep, if any."""
+        """Return the note of the last `remember`, or None."""
 
     async def kill(self) -> None:
         """End the rank's process for good. Never raises."""
@@ -159,7 +161,10 @@ class RouterPort(Protocol):
     async def get_server_info(self) -> ServerInfo: ...
 
     async def find_fault(self) -> str:
-        """Return one sentence on why no turns should be sent to the service; empty if it serves. Ask no ring."""
+        """Return one sentence on why no turns should be sent to the service; empty if it serves.
+
+        The answer comes from the rings' announcements; no ring is asked.
+        """
 
 
 class Peers(Protocol):

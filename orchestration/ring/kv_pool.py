@@ -7,9 +7,9 @@ alone reserves and releases, and it releases only after the ranks have stopped u
 
 Sequences forked from one history share its full blocks. A shared block is never written: the first `make_room` of a
 turn replaces the shared blocks that the turn would write, from the first unwritten slot on, by blocks of the sequence's
-own. `SequenceKv.copies` lists those of them whose beginning must be copied. The caller of `make_room` has the ranks
-copy before the first write, and then calls `copied`. From then on the turn writes to its own blocks alone: a sequence
-that is forked from it gets a copy of each block that is filled in part.
+own. If the beginning of a replaced block is filled, `SequenceKv.copies` lists the copy from the shared block to the own
+one. The caller of `make_room` has the ranks copy before the first write, and then calls `copied`. From then on the turn
+writes to its own blocks alone: a sequence that is forked from it gets a copy of each block that is filled in part.
 
 Each rank has a `BlockAllocator`, which knows block numbers alone, no KV. It gives block tables runs of adjacent blocks.
 A table that cannot grow in place goes on at the start of a free *extent*, a fixed range of blocks. The other blocks of
@@ -53,12 +53,13 @@ class BlockAllocator:
         self._extent_blocks = extent_blocks
         self._free: list[tuple[int, int]] = []  # free runs [start, stop), ascending
         self._by_length: list[tuple[int, int]] = []  # (length, start) of each of them, ascending
-        # (length, start) from its first extent on, for each free run that has an extent; ascending
+        # For each free run with a whole extent: (blocks from its first extent boundary to its end, that boundary),
+        # ascending.
         self._whole: list[tuple[int, int]] = []
         self.num_free = num_blocks
         if num_blocks:
             self._replace(0, 0, [(0, num_blocks)])
-        self._extra_holders: dict[int, int] = {}  # number beyond the first, of blocks with several
+        self._extra_holders: dict[int, int] = {}  # by block with several holders: how many beyond the first
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
         """Take `count` blocks: from the run that follows block `after`, else from free extents, else from any run.
@@ -203,8 +204,8 @@ class SequenceKv:
     `last_turn` is the turn that wrote the newest retained token. `num_before` counts the tokens that were here when the
     sequence was pinned.
 
-    `copies` are those that the ranks have not made yet; until then the sequence also holds their sources. `is_forking`
-    is True from the fork to the first `settle`.
+    `copies` lists the block copies that the ranks have not made yet. Until a copy is made, the sequence also holds its
+    source. `is_forking` is True from the fork to the first `settle`.
     """
 
     kv_id: str
@@ -249,7 +250,8 @@ class KvPool:
         extent = max(-(-EXTENT_TOKENS // block_tokens), -(-num_blocks // MAX_EXTENTS))
         self._ranks = [BlockAllocator(num_blocks, extent) for _ in range(num_ranks)]
         self._sequences: OrderedDict[str, SequenceKv] = OrderedDict()
-        self._pinned: dict[str, SequenceKv] = {}  # few of the thousands of sequences in a full cache
+        # Kept apart, because a full cache has thousands of sequences, and few of them are pinned.
+        self._pinned: dict[str, SequenceKv] = {}
         self._settled: dict[str, asyncio.Event] = {}  # by sequence that somebody waits to see unpinned
 
     @property
@@ -365,8 +367,8 @@ class KvPool:
         """Pin a new sequence that begins with another's first `num_tokens` tokens, as far as they are here.
 
         It shares the other's full blocks and gets a copy of a block filled in part (`copies`). An earlier sequence of
-        the new id is dropped first. Raises Busy if it is pinned, CapacityExceeded if there is no room for the copies;
-        then no sequence of the new id is left.
+        the new id is dropped first. Raises Busy if that one is pinned; it stays. Raises CapacityExceeded if there is no
+        room for the copies; then no sequence of the new id is left.
         """
         old = self._sequences.get(kv_id)
         if old is not None and old.pinned_by is not None:
@@ -380,8 +382,8 @@ class KvPool:
         if source is None:
             return sequence
         sequence.shards = source.shards.truncate(num_tokens)
-        # If a turn runs on the source, `last_turn` is the turn before it, which may have written fewer tokens than
-        # these.
+        # If a turn runs on the source, `last_turn` is the turn before that one, and the fork may have more tokens than
+        # it wrote.
         sequence.last_turn, sequence.num_before = source.last_turn, sequence.shards.num_tokens
         for rank, held in enumerate(sequence.shards.held):
             sequence.blocks[rank] = source.filled_table(rank)[: self._blocks_for(held)]
@@ -475,8 +477,9 @@ class KvPool:
     def settle(self, kv_id: str, turn_id: str, retain_tokens: int, *, is_guest: bool = False) -> None:
         """End a turn's pin, retain the first `retain_tokens` tokens and release the other blocks. Idempotent.
 
-        Copies that are not made yet are given up: the caller guarantees that no rank is making them. With `is_guest`
-        another ring retained the sequence before, or retains it as well: it is evicted first until a turn uses it.
+        Copies that are not made yet are given up: the caller guarantees that no rank is making them. `is_guest`:
+        another ring retained the sequence before, or retains it as well. Until a turn uses it here, it is the first to
+        be evicted.
         """
         sequence = self._sequences.get(kv_id)
         if sequence is None or sequence.pinned_by not in (None, turn_id):

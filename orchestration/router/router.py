@@ -60,12 +60,13 @@ class RouterSettings:
     """Router settings. Times in seconds; `conversation_ttl` 0: conversations are never forgotten because of their age.
 
     `max_waiting_turns` bounds the turns that wait for one conversation, and the turns that wait for rings to return. A
-    ring that is to return has `return_seconds`. A ring that has not announced itself for `ring_lease` counts as lost
-    (0: never). `retain_prompts`: KV of requests without a conversation is retained, and every new prompt shares the KV
-    of the longest prefix that rings retain. Tenants share prompts only within a group of `share_prompts`. After a
-    restart turns wait a while for the inventories of `num_rings` rings (0: for one of each role). With measured
-    `sparse_losses` turns may be sparse; turns that name no bound have `bound`. Of a role in `least_rings` only as many
-    rings serve as `scaling` finds necessary, and at least the number there.
+    ring that has left and is to return gets `return_seconds` for it. A ring that has not announced itself for
+    `ring_lease` counts as lost (0: never). `retain_prompts`: KV of requests without a conversation is retained, and
+    every new prompt shares the KV of the longest prefix that rings retain. Tenants share prompts only within a group of
+    `share_prompts`. After a restart turns wait a while for the inventories of `num_rings` rings (0: for one of each
+    role). With measured `sparse_losses` turns may attend a selection of the keys; a turn that names no bound on its
+    loss or time to first token gets `bound`. For each role in `least_rings`, only as many rings serve as `scaling`
+    finds necessary, but at least `least_rings[role]`.
     """
 
     max_conversations: int = 10_000
@@ -346,7 +347,7 @@ class Router:
         return known.num_turns
 
     async def _watch_leases(self) -> None:
-        """Look at intervals for rings that have not announced themselves in time, and have their leaders replaced."""
+        """Look at intervals for rings that have not announced themselves in time, and ask for new leaders for them."""
         while True:
             await asyncio.sleep(self._lease / LEASE_TICKS)
             self.tick()
@@ -370,7 +371,10 @@ class Router:
         await self._drains.undrain(name)
 
     async def next_return(self) -> RingEvent:
-        """Wait for the next event for whoever starts rings, and return it."""
+        """Wait for the next ring event and return it.
+
+        Whoever starts rings calls this, and starts a ring or replaces a leader by it.
+        """
         return await self._returns.next_event()
 
     @property
@@ -390,7 +394,7 @@ class Router:
         return self._returns.num_waiting
 
     async def find_fault(self) -> str:
-        """Return why no turns should be sent to the service, by the rings' announcements; see `service_fault`."""
+        """Return why no turns should be sent to the service, by the rings' announcements alone; see `roles_fault`."""
         rings = [ring.registration for ring in self._rings.all()]
         states = {ring.name: RingState.READY if ring.is_ready else LOST for ring in self._rings.all()}
         shown = [status_without(ring, states[ring.name], is_draining=ring.is_draining) for ring in rings]

@@ -113,5 +113,5 @@ def _show(view: ConversationInfo, as_json: bool) -> None:
     running = f", {view.running_request_id} running, {view.num_waiting} waiting" if view.running_request_id else ""
     print(
         f"{view.conversation_id}: {view.num_tokens} tokens, {view.num_turns} turns{running}; "
-        f"KV retained (change {view.epoch} of its places): {retained or 'none'}"
+        f"KV retained (changes of its places: {view.epoch}): {retained or 'none'}"
     )

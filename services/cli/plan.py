@@ -1,4 +1,7 @@
-"""`ringserve plan`: size a cluster by prediction."""
+"""`ringserve plan`: size a cluster by prediction.
+
+It reads the model's and the profile's files, and writes only the figure of --plot.
+"""
 
 from __future__ import annotations
 
@@ -44,11 +47,11 @@ class PlanOptions:
     model: str = option("a shipped shape, or a model directory", "DIR_OR_NAME")
     hardware: str = option("a shipped profile or a file", "PROFILE", "gtt")
     device: str = one_of("device of the hardware; KV on cpu is float32", ("cuda", "cpu"), "cuda")
-    context: str = option("prompt lengths; 128k:9,1m:1 weighs them", "TOKENS,...")
+    context: str = option("prompt lengths; 128k:9,1m:1 is nine of 128k for each of 1m", "TOKENS,...")
     cached: float = option("share of a prompt that is cached", "SHARE", 0.0)
     accepted: float = option("share of drafts that are right; 0 plans without drafts", "SHARE", 0.0)
     chunk: str = option(
-        "longest prefill step, as the service's; 'whole' for prompts in one step",
+        "longest prefill step (default: the service's); 'whole' computes a prompt in one step",
         "TOKENS",
         str(PrefillConfig().chunk_tokens),
     )
@@ -106,7 +109,8 @@ def _print_plan(
     print_table(console(), plan_table(forecasts), num_keys=3)
     refusals = [forecast.refusal for forecast in forecasts if forecast.refusal]
     if refusals:
-        print_lines(f"no: {refusals[0]}" + (f"; and {len(refusals) - 1} more" if len(refusals) > 1 else ""))
+        others = f"; other rings that do not fit: {len(refusals) - 1}" if len(refusals) > 1 else ""
+        print_lines(f'"no" in the table: {refusals[0]}{others}')
     shape = smallest.shape
     mix = "the context" if len(workload.contexts) == 1 else "the whole mix"
     print_lines(f"{model.name} on {profile.name}: the smallest ring that holds {mix} is cp {shape.cp} x tp {shape.tp}")

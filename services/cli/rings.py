@@ -85,8 +85,8 @@ class RestartOptions:
         "RAYCLUSTER",
         "",
     )
-    namespace: str = option("its namespace (default: kubectl's)", "NAME", "")
-    context: str = option("context of kubectl (default: its current one)", "NAME", "")
+    namespace: str = option("with --kubernetes: namespace of the RayCluster (default: kubectl's)", "NAME", "")
+    context: str = option("with --kubernetes: context of kubectl (default: its current one)", "NAME", "")
     all: bool = flag("with --kubernetes: replace every pod, also those that have the newest template")
     forget: bool = flag("with --kubernetes: replace a head without a journal volume, and forget its conversations")
 
@@ -95,9 +95,9 @@ class RestartOptions:
     "ringserve drain decode-0",
     "ringserve drain prefill-1 --seconds 60 --target 10.0.0.5:6380 --config cluster.yaml",
     "ringserve drain --node 10.0.0.7",
-    notes="""The ring takes no new turns, ends those that run, moves the retained KV of conversations to other rings of
-its role, most recently used first, and leaves; 'ringserve undrain' brings it back. With --node every ring with a rank
-on that node leaves, and is started again when the node is gone.""",
+    notes="""The ring takes no new turns, lets the running ones finish, moves the retained KV of conversations to other
+rings of its role, most recently used first, and leaves; 'ringserve undrain' brings it back. With --node every ring with
+a rank on that node leaves, and is started again when the node is gone.""",
 )
 def drain(options: DrainOptions) -> int:
     router = options.router
@@ -123,10 +123,11 @@ def undrain(options: UndrainOptions) -> int:
     "ringserve restart decode-0",
     "ringserve restart prefill-0 prefill-1 decode-0 decode-1",
     "ringserve restart --kubernetes chat-ringserve --namespace serving",
-    notes="""One ring after the other takes no new turns, ends those that run, and is started again. New turns go to
-other rings meanwhile; if there is no other of its role, they wait for it. On Kubernetes the pods of one ring after
-the other drain, are deleted and come back with their newest template, as after 'helm upgrade'; the head comes last.
-If the release changes, or the head is replaced and has no ray.gcsStorage, all pods are replaced together.""",
+    notes="""One ring after the other takes no new turns, lets the running ones finish, and is started again. New turns
+go to other rings meanwhile; if no other ring of the same role serves, they wait until the restarted ring is back. On
+Kubernetes the pods of one ring after the other drain, are deleted and come back with their newest template, as after
+'helm upgrade'; the head comes last. If the release changes, or the head is replaced and has no ray.gcsStorage, all pods
+are replaced together.""",
 )
 def restart(options: RestartOptions) -> int:
     if bool(options.rings) == bool(options.kubernetes):

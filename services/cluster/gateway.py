@@ -26,8 +26,8 @@ from ringserve.services.gateway.settings import GatewaySettings
 log = logging.getLogger(__name__)
 
 STOP_SECONDS = 30.0
-"""Maximum seconds for the gateway to end. Its turns take up to 2 s, the rings 3 s and its last responses 2 s; on a busy
-machine all take twice as long."""
+"""Maximum seconds for the gateway to end. It needs up to 2 s for its turns, 3 s for its calls to the rings and 2 s for
+its last responses; on a busy machine twice as long."""
 RESTART_WAITS = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds between attempts to restart a gateway: a connection of another program may hold its port for a while."""
 MAX_TICK_SECONDS = 1.0
@@ -51,9 +51,9 @@ class _Process:
     def __init__(self, command: Sequence[str]) -> None:
         """Start it.
 
-        It has a process group of its own: Ctrl-C reaches only the starter, which then ends the gateway in order. It has
-        no session of its own: Linux first shares processors among sessions, and a nice value counts only within a
-        session. In another session than the ranks, which all have 15, a gateway would get half of a core.
+        It has a process group of its own: Ctrl-C reaches only the starter, which then ends the gateway in order. It
+        stays in the starter's session: Linux first shares processors among sessions, and a nice value counts only
+        within one. The ranks run at nice 15; in another session than theirs a gateway would get only half of a core.
         """
         self._popen = popen = subprocess.Popen(
             command,
@@ -112,11 +112,12 @@ class _Process:
 
 
 class GatewayKeeper:
-    """Gateway keeper: `start`, perhaps `load` before, `await_serving`, then `look` again and again, and `end`.
+    """Keeper of one running gateway.
 
-    The gateway's first line has its addresses, which its successors take. Each later line is a heartbeat; a gateway
-    without any for `silent_seconds` is killed. The successor of a dead gateway is its spare, which has loaded
-    everything and only starts its servers. If no spare has loaded, a new process is started.
+    Its calls in order: `load` (optional), `start`, `await_serving`, `look` repeatedly, and `end`. The gateway's first
+    line has its addresses, which its successors take. Each later line is a heartbeat; a gateway without any for
+    `silent_seconds` is killed. The successor of a dead gateway is its spare, which has loaded everything and only
+    starts its servers. If no spare has loaded, a new process is started.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """Descriptions of the router and of a ring's leader. The starter pickles them; an actor unpickles and calls them.
 
-A call builds the process from its description (`services.cluster.running`). That takes a third of a second to import,
-so it is named here, not imported: the starter needs the description alone.
+Calling a description builds the running router or leader, by the module `services.cluster.running`. Importing that
+module takes a third of a second, and the starter does not need it. So it is imported by its name, when a description is
+called.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ RUNNING = "ringserve.services.cluster.running"
 
 @dataclass(frozen=True, kw_only=True)
 class RouterHost:
-    """Router builder. Picklable: an actor calls it. Without a `journal` directory no conversation survives it.
+    """Router builder. Picklable: an actor calls it.
 
-    Each model has a journal of its own in it, found by its `fingerprint`.
+    Without a `journal` directory no conversation survives the router. In that directory each model has its own journal,
+    found by the model's `fingerprint`.
     """
 
     config: Config
@@ -44,9 +46,9 @@ class RouterHost:
 class LeaderHost:
     """Builder of the leader of one ring of a pool. Picklable.
 
-    With an empty `listen_host` leader and ranks listen at the addresses of their nodes. All ranks of a cluster refuse
-    to load a model of another `fingerprint`; see `workers.model.info.read_fingerprint`. Its ring measures its steps
-    before it serves, unless the starter does not want it to and calls `measure` later.
+    If `listen_host` is empty, the leader and the ranks listen at the addresses of their nodes. All ranks of a cluster
+    refuse to load a model of another `fingerprint`; see `workers.model.info.read_fingerprint`. With `measures_at_start`
+    the ring measures its steps before it serves; otherwise the starter calls the leader's `measure` later.
     """
 
     config: Config
@@ -86,8 +88,9 @@ class LeaderHost:
     def _packs_head(self) -> bool:
         """Return whether ranks pack the output head. If it is the embedding too, the copy takes extra memory.
 
-        Decode ranks gain by it in each step. Prefill ranks do it if they can share the copy with a decode rank: on this
-        machine, with the same tp, and a decode ring of one rank, since several may cut the weights further.
+        Decode ranks gain by it in each step. Prefill ranks do it if a decode rank can share the copy: all ranks run on
+        this machine, and some decode pool has the same tp and rings of one rank (ranks of larger rings may cut the
+        weights further).
         """
         if self.role == "decode":
             return True
@@ -96,7 +99,7 @@ class LeaderHost:
 
     @property
     def shared_cores(self) -> str:
-        """Name of the cores that all rings share; "" if each ring has, or may have, cores of its own."""
+        """Key of the rings that share this machine's cores; "" if every ring has, or may have, cores of its own."""
         num_threads = sum(pool.num_threads for pool in self.config.pools)
         has_enough = num_threads <= len(os.sched_getaffinity(0))
         is_spread = self.config.ray.address or self.config.model.device != "cpu"

@@ -32,7 +32,7 @@ CONFIG = "/etc/ringserve/config.yaml"
 ROUTER_PORT = 50050
 JOURNAL = "journal"
 CONFIG_VOLUME = "config"
-"""Volumes of the chart. The ConfigMap of the second has a name that depends on its content."""
+"""Names of two volumes of the chart. The name of CONFIG_VOLUME's ConfigMap changes with its content."""
 STORAGE = "RAY_gcs_storage"
 NOT_COMPARED = frozenset({"command", "args", "name"})
 """Fields of a container that KubeRay writes itself."""
@@ -58,7 +58,10 @@ class Kubectl(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class KubectlProgram:
-    """`Kubectl` by the program of that name, with the user's own access. Empty: kubectl's own namespace and context."""
+    """`Kubectl` by the program of that name, with the user's own access.
+
+    If `namespace` or `context` is empty, kubectl's current one is used.
+    """
 
     namespace: str = ""
     context: str = ""
@@ -99,7 +102,10 @@ class KubectlProgram:
 
 @dataclass(frozen=True, kw_only=True)
 class Replica:
-    """Pods of one replica of a worker group, or the head's, deleted together. `why` names a difference, or is empty."""
+    """Pods of one replica of a worker group, or the head's pod; they are deleted together.
+
+    `why` names what differs from the group's template, or is empty.
+    """
 
     group: str
     index: str
@@ -243,7 +249,8 @@ def _quantity(value: Any) -> float | None:
 class Rollout:
     """The restart of one release. `progress` gets one line for each step, `clock` returns seconds, `sleep` waits.
 
-    `everything` replaces pods that have their template already. `forget` lets a head without a journal go.
+    `everything` replaces pods that have their template already. `forget` permits replacing a head without a journal:
+    all conversations are then forgotten.
     """
 
     kubectl: Kubectl

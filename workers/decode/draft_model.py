@@ -2,7 +2,8 @@
 
 The small model reads each sequence's newest tokens and guesses the next ones; a step of the ring then checks them. All
 of its KV is on the first rank: the other ranks get only the drafts, in the header of the step. It draws with the
-sequence's own random numbers, so wherever both models have about the same distribution they draw the same token.
+sequence's own random numbers, so if both models have about the same distribution they draw the same token. The decode
+loop of the first rank calls it.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ class Guesses:
 class _Reading:
     """Part of one sequence's text that the model has read.
 
-    `row` has KV of the tokens from place `first` of the text on. The first `num_sure` of them are certainly the text's;
-    `guessed` are those after them, which were drafts. Place t of the text is position t + `shift` of the sequence.
+    The text is the sequence's newest tokens, as its `TextDrafter` keeps them: text[t] is the token at position t +
+    `shift` of the sequence. `row` has KV of text[first:], as far as it is read. The first `num_sure` of these tokens
+    are certainly the text's; `guessed` are those after them, which were drafts.
     """
 
     row: BatchRow
@@ -137,7 +139,7 @@ class DraftModel:
             self._use(self._model.compiled(self._compilation.backend), self._compilation.recorder)
 
     def begin(self, sequence_id: str, sampling: SamplingParameters, shift: int) -> None:
-        """Take in a sequence; position p of it is place p - `shift` of its text."""
+        """Take in a sequence. The token at its position p is text[p - `shift`]."""
         own = SamplingParameters(
             temperature=sampling.temperature,
             seed=sampling.seed,
@@ -162,9 +164,10 @@ class DraftModel:
             self.end(sequence_id)
 
     def guess(self, texts: Mapping[str, Text], limits: Mapping[str, int]) -> Guesses:
-        """Return at most `limits[s]` tokens that may follow the text of each sequence s, which has begun.
+        """Return, for each sequence s of `limits`, at most limits[s] tokens that may follow its text.
 
-        A sequence whose text the model has not read yet gets none. Of one such sequence the call reads the next part.
+        `begin` was called for each of them. A sequence whose text the model has not read yet gets none. Of one such
+        sequence the call reads the next part.
         """
         reads = [self._readings[name] for name in limits if self._keep_read(self._readings[name], texts[name])]
         for name in limits:
@@ -202,7 +205,8 @@ class DraftModel:
             num_right += 1
         num_kept = num_sure + num_right
         if len(text) - reading.first + MAX_DRAFTS > self._capacity:
-            # Positions change, so the newer half of the text is read again. The other half of the room stays free.
+            # The text no longer fits. Places in the KV change, so the newest capacity / 2 tokens are read again; the
+            # other half stays free for new tokens.
             reading.first, num_kept = max(0, len(text) - self._capacity // 2), 0
         reading.num_sure, reading.guessed = num_kept, ()
         row = reading.row

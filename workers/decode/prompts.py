@@ -23,9 +23,9 @@ from ringserve.workers.sampling.sampler import sample_rows
 class DecodePrompts:
     """Prompts that a decode ring computes itself, one at a time between two steps of the batch.
 
-    New tokens follow retained KV. A prompt is an ordinary prefill step by pass-Q: the keys stay on their ranks and the
-    queries circulate, or, in helix, every rank has all of them. Its KV goes to this ring's own shards, so nothing is
-    sent elsewhere. Collective: every process of the ring runs the same prompts in the same order.
+    New tokens follow retained KV. A prompt is an ordinary prefill step by pass-Q: the keys stay on their ranks, and the
+    queries circulate. In helix every rank has all queries, so none circulate. Its KV goes to this ring's own shards, so
+    nothing is sent elsewhere. Collective: every process of the ring runs the same prompts in the same order.
     """
 
     def __init__(
@@ -38,9 +38,9 @@ class DecodePrompts:
         control: RingTransport | None = None,
         runner: PromptRunner | None = None,
     ) -> None:
-        """`clock` measures the steps; `control` carries tensors of the host, `transport` itself if None.
+        """`clock` measures the steps. `control` carries tensors in host memory; if it is None, `transport` does.
 
-        `runner` records the pieces of short prompts.
+        If `runner` is given, it records the kernels of short prompts as CUDA graphs and replays them.
         """
         self._model = model
         self._transport = transport

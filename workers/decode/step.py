@@ -43,8 +43,8 @@ from ringserve.workers.progress import StepClock
 from ringserve.workers.sampling.on_device import ChosenRows
 from ringserve.workers.sampling.parameters import Sampled
 from ringserve.workers.sampling.sampler import (
-    are_chosen_on_device,
     are_greedy,
+    can_choose_on_device,
     choose_rows,
     prepare_masks,
     reached,
@@ -226,7 +226,7 @@ class DecodePass:
             return HELIX
         if self._transport.size > 1 and variant == PASS_Q:
             return PASS_Q
-        return None if are_chosen_on_device(self._batch.rows) else SAMPLED_ON_HOST
+        return None if can_choose_on_device(self._batch.rows) else SAMPLED_ON_HOST
 
     def _issue(self, variant: str, before: IssuedStep | None = None) -> IssuedStep:
         """Issue a step; with `before`, its newest tokens come from that step, and the device alone may have them."""

@@ -74,8 +74,8 @@ class IncomingTransfer:
         self._slots = self._reserved_slots(expect, num_tokens)
         self._left = num_tokens * cache.num_layers * cache.num_kv_heads
         self._state = TransferState.RESERVED if self._left else TransferState.SEALED
-        # One byte per (layer, head, token), 1/256 of its KV if heads have 64 two-byte numbers. Memory is untouched
-        # until KV arrives.
+        # One byte per (layer, head, token), 1/256 of its KV if heads have 64 two-byte numbers. The array's zero pages
+        # take no memory until KV arrives.
         self._arrived: npt.NDArray[np.bool_] = np.zeros((cache.num_layers, cache.num_kv_heads, num_tokens), np.bool_)
         self._places: dict[tuple[bytes, bytes], _Place] = {}
         self._error: RingserveError | None = None
@@ -115,10 +115,11 @@ class IncomingTransfer:
                 self._began = self._fed = time.monotonic()
 
     def store(self, frame: LayerFrame, payload: torch.Tensor) -> None:
-        """Copy a frame's payload (2*T*K*D elements a layer: K, then V) to its slots, and wait for the device.
+        """Copy a frame's payload to its slots, and wait for the device.
 
-        The last frame seals the transfer. Raises the error that ended it. If the checksum is wrong, or tokens are
-        unexpected or have arrived already, nothing is written, the transfer is aborted, and TransferError is raised.
+        The payload is 2*T*K*D elements per layer: the keys, then the values. The last frame seals the transfer. Raises
+        the error that ended it. If the checksum is wrong, or tokens are unexpected or have arrived already, nothing is
+        written, the transfer is aborted, and TransferError is raised.
         """
         cache = self._cache
         is_whole = frame.checksum is None or frame.checksum == digest_of(payload.view(torch.uint8))
@@ -147,7 +148,8 @@ class IncomingTransfer:
                     cache.write_runs(layer, place.runs, k, v, heads=heads)
                 else:
                     cache.write_slots(layer, place.index, k, v, heads=heads)
-            # Under the lock, so that no write follows `abort`, not even on this thread's own stream.
+            # Wait under the lock, so that no write queued on this thread's device stream runs after `abort` has
+            # returned.
             cache.settle()
             arrived[:, :, place.tokens] = True
             self._payload_bytes += payload.nbytes
@@ -170,8 +172,8 @@ class IncomingTransfer:
     def wait_sealed(self, timeout: float) -> TransferReport:
         """Wait until every layer, head and token is in the cache.
 
-        Raises the error that aborts the transfer at once, or TransferError after `timeout` seconds. A transfer that
-        timed out is still open.
+        If the transfer is aborted, raises that error at once. Raises TransferError if it is not sealed after `timeout`
+        seconds; it is still open then.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._state in (TransferState.SEALED, TransferState.ABORTED), timeout)
@@ -227,13 +229,17 @@ class IncomingTransfer:
             raise TransferError(f"a frame of {self} has {payload_bytes} bytes, but its pieces need {needed}")
 
     def _place_of(self, frame: LayerFrame) -> _Place:
-        """Return the place of a frame's tokens. Layers have the same pieces, so a place is computed once."""
-        pieces = (frame.starts.tobytes(), frame.counts.tobytes())
-        if pieces not in self._places:
+        """Return the place of a frame's tokens.
+
+        Frames of different layers carry the same position ranges (`starts`, `counts`), so the place is computed once
+        for each set of ranges.
+        """
+        ranges = (frame.starts.tobytes(), frame.counts.tobytes())
+        if ranges not in self._places:
             tokens = self._tokens_of(frame)
             runs = runs_of(self._slots[tokens])
-            self._places[pieces] = _Place(tokens, runs, self._cache.copy_index(runs))
-        return self._places[pieces]
+            self._places[ranges] = _Place(tokens, runs, self._cache.copy_index(runs))
+        return self._places[ranges]
 
     def _tokens_of(self, frame: LayerFrame) -> npt.NDArray[np.int64] | slice:
         """Return the indices of a frame's tokens among the expected tokens. Raises TransferError."""
@@ -277,7 +283,8 @@ def _layers(frame: LayerFrame) -> str:
 
 # Limit on remembered keys of ended transfers, so that a late `expect` cannot revive one. The oldest are forgotten.
 MAX_DROPPED = 1 << 14
-# Limit on sealed transfers that still answer `wait_sealed`. Leaders need not drop them: the oldest are forgotten.
+# If the table has more transfers than this, it forgets the older half of the sealed ones, which then no longer answer
+# `wait_sealed`. So leaders need not drop sealed transfers.
 MAX_SEALED = 1 << 12
 
 

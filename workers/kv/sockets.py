@@ -33,8 +33,9 @@ class KvStream:
         self.deadline: float | None = None
         self._connection = connection
         self._stall_seconds = stall_seconds
-        # OpenSSL's state covers both directions. No thread waits under this lock.
-        self._moving = threading.Lock()
+        # Guards each single call on the socket, because OpenSSL has one state for both directions. A thread that waits
+        # for the peer does not hold it.
+        self._lock = threading.Lock()
         self._num_waiting = 0
         self._is_closed = False
         tune(connection)
@@ -42,7 +43,7 @@ class KvStream:
     def shake_hands(self) -> None:
         """Do the server side's TLS handshake. Raises OSError."""
         while True:
-            with self._moving:
+            with self._lock:
                 events = handshake_events(self._connection)
             if not events:
                 return
@@ -64,7 +65,7 @@ class KvStream:
     def _send_some(self, buffers: Sequence[memoryview]) -> int:
         while True:
             try:
-                with self._moving:
+                with self._lock:
                     if isinstance(self._connection, ssl.SSLSocket):
                         return self._connection.send(buffers[0])
                     return self._connection.sendmsg(buffers)
@@ -75,7 +76,7 @@ class KvStream:
         """Fill the buffer. Raises OSError if the connection breaks, ends or stalls."""
         while buffer.nbytes:
             try:
-                with self._moving:
+                with self._lock:
                     count = self._connection.recv_into(buffer)
             except BlockingIOError:
                 self._await(select.POLLIN)
@@ -103,7 +104,7 @@ class KvStream:
 
     def wait_readable(self, seconds: float) -> bool:
         """Return whether bytes or the stream's end arrive within `seconds`. Raises TimeoutError at the deadline."""
-        with self._moving:
+        with self._lock:
             # A poll does not see bytes that OpenSSL has already decrypted.
             if isinstance(self._connection, ssl.SSLSocket) and self._connection.pending():
                 return True
@@ -111,12 +112,15 @@ class KvStream:
 
     def shut(self) -> None:
         """End the connection, from any thread. Waiting calls return with an error or the end of the stream."""
-        with self._moving:  # else another thread could free the descriptor now, and its next owner would be cut off
+        with self._lock:  # else another thread could free the descriptor now, and its next owner would be cut off
             shut(self._connection)
 
     def close(self) -> None:
-        """Free the descriptor, or let the last waiting call free it: a free descriptor may be reused. Idempotent."""
-        with self._moving:
+        """Free the descriptor. Idempotent.
+
+        If calls still wait on it, the last of them frees it: a free descriptor may be another connection's at once.
+        """
+        with self._lock:
             self._is_closed = True
             self._dispose()
 
@@ -130,14 +134,14 @@ class KvStream:
 
     def _wait(self, events: int, seconds: float) -> bool:
         seconds = min(seconds, self._seconds_left())
-        with self._moving:
+        with self._lock:
             if self._is_closed:
                 raise ConnectionError("the connection is closed")
             self._num_waiting += 1
         try:
             return wait_for(self._connection, events, seconds)
         finally:
-            with self._moving:
+            with self._lock:
                 self._num_waiting -= 1
                 self._dispose()
 

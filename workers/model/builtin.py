@@ -1,10 +1,10 @@
 """Built-in models, which lie in the user's cache as ordinary Hugging Face directories.
 
-`builtin:smollm2` is a real chat model. A command of the user fetches it (`services/offline/importing`); here it is only
-found. `builtin:tiny` is written here on first use: a small Llama with a byte-level tokenizer. Its token id i < 256 is
-the byte i, and five special tokens follow. Its weights are random, not trained, and the same bits on every machine.
-They make its answers printable, varied and endless, but meaningless. Writing them needs numpy only: no torch is loaded.
-Commands, gateways and ranks find the directory of their model here.
+`builtin:smollm2` is a real chat model. `ringserve import` fetches it, and so do `up`, `demo` and `bench`; this module
+only looks it up. `builtin:tiny` is written here on first use: a small Llama with a byte-level tokenizer. Its token id i
+< 256 is the byte i, and five special tokens follow. Its weights are random, not trained, and the same bits on every
+machine. They make its answers printable, varied and endless, but meaningless. Writing them needs numpy only: no torch
+is loaded. Commands, gateways and ranks find the directory of their model here.
 """
 
 from __future__ import annotations
@@ -83,9 +83,10 @@ def cache_directory(environment: Mapping[str, str]) -> Path:
 
 
 def write_once(name: str, target: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a draft beside the target, then rename it: of several processes at once, one succeeds.
+    """Let `write` fill a draft beside the target, then rename it.
 
-    Raises ModelRefused if the directory cannot be written.
+    If several processes do this at once, the first one's rename wins, and the others use its result. Raises
+    ModelRefused if the directory cannot be written.
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +97,8 @@ def write_once(name: str, target: Path, write: Callable[[Path], None]) -> None:
             write(draft)
             draft.rename(target)
     except OSError as error:
-        # Another process was first: rename refuses its non-empty target, which is as good as ours.
+        # If another process was first, rename fails because the target is not empty. Its result is as good as ours. Any
+        # other failure is an error.
         if not (target / "config.json").is_file():
             raise ModelRefused(f"cannot write {name} to {target}: {error}") from error
 
@@ -247,8 +249,8 @@ def _look_back(query: Weights, key: Weights) -> None:
 
     If queries and keys are constant, rotary scores depend on the distance alone. Head h's query is rotated by the angle
     of h + 1 places, so its scores peak at that distance. So the next token depends on the newest token, on the four
-    before it (one for each head), and on distant ones that the other heads choose. A flat average over thousands of
-    tokens would make the output repeat itself at once.
+    before it (one for each head), and on distant ones that the other heads choose. Without this, attention by random
+    weights would be a nearly flat average over thousands of tokens, and the output would repeat itself at once.
     """
     frequencies = ROPE_THETA ** (-np.arange(LOOK_BACK_FREQUENCIES) / (HEAD_DIM // 2))
     cosine, sine = (slice(start, start + LOOK_BACK_FREQUENCIES) for start in (0, HEAD_DIM // 2))

@@ -81,7 +81,7 @@ class Grammars:
             )
         compiled = self._compiled(grammar)
         if compiled.matcher.is_error():
-            raise InvalidRequest(f"it is no valid grammar: {_summary(compiled.matcher.get_error())}")
+            raise InvalidRequest(f"it is not a valid grammar: {_summary(compiled.matcher.get_error())}")
         if compiled.seconds > MAX_COMPILE_SECONDS:
             raise InvalidRequest(
                 f"it takes {compiled.seconds:.1f} s to compile; at most {MAX_COMPILE_SECONDS:g} are allowed"

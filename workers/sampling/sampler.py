@@ -13,15 +13,15 @@ after the repetition penalty, as in vLLM:
     banned        l = -inf                           for the token that would complete a banned sequence in the answer
     grammar       l = -inf                           for tokens that the answer's grammar does not allow here
     temperature   l /= t
-    top_k         l >= the k-th largest l stay       with all equals of the k-th
+    top_k         the k largest l stay               and all that equal the k-th largest
     top_p         the smallest set of largest l stays whose probability reaches top_p
     min_p         tokens stay with a probability >= min_p * the most likely token's
 
 A greedy choice takes the largest logit after the first eight steps. A draw depends only on (seed, position), so a
 sequence gets the same tokens on a ring of any size, in any batch, and after its turn has moved to another ring. On CPUs
-one kernel call chooses the tokens of all rows without penalties, masks and grammars, and a second call the others'.
-Log-probabilities use the raw logits, as in vLLM. Prefill and decode steps call it; a row's state lies in its
-`RowSampler`.
+one kernel call chooses the tokens of all rows whose logits need no processing (no bias, penalty, mask or grammar), and
+a second call those of the other rows. Log-probabilities use the raw logits, as in vLLM. Prefill and decode steps call
+this module; a row's state lies in its `RowSampler`.
 
 Shapes: R rows, V vocabulary.
 """
@@ -67,7 +67,7 @@ class SampledRow(Protocol):
 
 
 class CheckedToken(SampledRow, Protocol):
-    """Token of a step with drafts: the newest of a row, `number` 0, or a draft of it."""
+    """Token of a step with drafts: a row's newest token (`number` 0), or a draft after it (`number` 1 and up)."""
 
     @property
     def token_id(self) -> int: ...
@@ -142,7 +142,7 @@ def _is_right(draft: CheckedToken, before: Sampled) -> bool:
 
 
 def prepare_masks(rows: Sequence[SampledRow]) -> None:
-    """Start computing the grammar masks of rows that are sampled after this step, beside the model."""
+    """Start computing the grammar masks of rows before they are sampled, for example while the model runs."""
     for row in rows:
         if row.sampler.grammar is not None:
             row.sampler.grammar.prepare()
@@ -153,7 +153,7 @@ def sample_rows_on_device(rows: Sequence[SampledRow], logits: Tensor) -> list[Sa
 
     Rows with changed logits or requested log-probabilities are copied and sampled on the host.
     """
-    others = [number for number, row in enumerate(rows) if not are_chosen_on_device([row])]
+    others = [number for number, row in enumerate(rows) if not can_choose_on_device([row])]
     sampled = ChosenRows(choose_rows(rows, logits)).read()
     if others:
         on_host = sample_rows([rows[number] for number in others], logits[others].cpu())
@@ -162,14 +162,17 @@ def sample_rows_on_device(rows: Sequence[SampledRow], logits: Tensor) -> list[Sa
     return sampled
 
 
-def are_chosen_on_device(rows: Sequence[SampledRow]) -> bool:
+def can_choose_on_device(rows: Sequence[SampledRow]) -> bool:
     """Return whether a device can sample all these rows: none has changed logits or log-probabilities."""
     samplings = [row.sampler.sampling for row in rows]
     return not any(each.changes_logits or each.logprobs is not None for each in samplings)
 
 
 def choose_rows(rows: Sequence[SampledRow], logits: Tensor) -> Tensor:
-    """Choose the words int64[R] of rows on the device of logits[R, V]. All rows must be `are_chosen_on_device`."""
+    """Choose each row's token, or BROKEN, from logits[R, V] on their device: int64[R].
+
+    `can_choose_on_device` must hold for all rows.
+    """
     samplings = [row.sampler.sampling for row in rows]
     return choose(logits, samplings, _uniforms(rows, samplings))
 
@@ -211,7 +214,7 @@ def _key(seed: int, position: int) -> int:
 
 
 class RowSampler:
-    """Sequence sampler: its parameters and history.
+    """Sampler of one sequence: the sequence's sampling parameters, and the history that they look at.
 
     Every rank of a decode ring has a sampler for each row and pushes every token to it, since any rank may draw. Only
     ranks with `grammars` draw rows with a grammar.

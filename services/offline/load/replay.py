@@ -16,7 +16,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 
-from ringserve.client.channel import OPTIONS
+from ringserve.client.channel import CLIENT_OPTIONS
 from ringserve.cp_core.errors import ConfigError
 from ringserve.v1 import inference_pb2, inference_pb2_grpc
 
@@ -165,7 +165,7 @@ async def replay(
     `timeout` is the deadline of each request. Prompts are random tokens, and answers ignore end-of-sequence tokens.
     Raises grpc.aio.AioRpcError if the gateway does not answer GetModelInfo.
     """
-    async with grpc.aio.insecure_channel(target, options=OPTIONS) as channel:
+    async with grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         model = await stub.GetModelInfo(inference_pb2.GetModelInfoRequest(), timeout=CONTROL_SECONDS)
         generator = np.random.default_rng(seed)

@@ -100,7 +100,7 @@ def test_plan_knows_of_drafts(capsys: pytest.CaptureFixture[str]) -> None:
 def test_plan_for_people_says_what_fits_and_what_is_proposed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *MODEL, "--context", "1m", "--rate", "1/min", "--chunk", "whole"]) == 0
     shown = capsys.readouterr().out
-    assert "no: llama3-405b-fp8 on cp 1 x tp 8 does not fit" in shown
+    assert '"no" in the table: llama3-405b-fp8 on cp 1 x tp 8 does not fit' in shown
     assert "the smallest ring that holds the context is cp 8 x tp 8" in shown
     assert "was made for 131072 tokens: longer contexts are predicted without regard to quality" in shown
     assert "prefill:decode" in shown

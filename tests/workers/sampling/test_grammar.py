@@ -110,7 +110,7 @@ def test_faults_of_a_grammar_are_told_in_one_line(
         return str(caught.value)
 
     grammars.check(COLOURS)
-    assert fault('start: "a" b') == 'it is no valid grammar: at 1(8): unknown name: "b"'
+    assert fault('start: "a" b') == 'it is not a valid grammar: at 1(8): unknown name: "b"'
     assert "unclosed character class" in fault(grammar_from("regex", "[0-9"))
     assert fault(" " * (MAX_GRAMMAR_CHARACTERS + 1)).startswith("65537 characters are too many")
     endless = byte_grammars(tmp_path, VOCAB_SIZE, ends=())

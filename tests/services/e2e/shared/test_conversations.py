@@ -119,7 +119,7 @@ def test_the_command_shows_forks_and_deletes(cluster: Cluster, inference: Infere
     shown = run("conversations", "show", "cli", *target)
     # Which rank computes how much depends on the measured rates.
     kept = r"40 on prefill-0 \((\d+)\+(\d+)\), 45 on decode-0 \((\d+)\+(\d+)\)"
-    match = re.fullmatch(rf"cli: 46 tokens, 1 turns; KV retained \(change 1 of its places\): {kept}\n", shown.stdout)
+    match = re.fullmatch(rf"cli: 46 tokens, 1 turns; KV retained \(changes of its places: 1\): {kept}\n", shown.stdout)
     assert match is not None, shown.stdout
     held = [int(number) for number in match.groups()]
     assert (sum(held[:2]), sum(held[2:])) == (40, 45)
