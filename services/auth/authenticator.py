@@ -1,6 +1,8 @@
-"""Authentication of every call, and what a tenant may do: its turn limits in this process, its part of the router.
+"""Authentication of every call, and what a tenant may do.
 
-At either endpoint, TLS has verified a client's certificate against `tls.client_ca` before its names are read.
+A tenant has turn limits in this process, and access to its own conversations and requests at the router. Both
+endpoints of a gateway use it. At either, TLS has verified a client's certificate against `tls.client_ca` before its
+names are read.
 
 Router ids are `tenant/id`. Tenant names contain no slash, so a tenant cannot name another tenant's ids. Without tenants
 the router uses the clients' ids.
@@ -113,7 +115,7 @@ class TokenFile:
             return shown
         tenant = self._tenant_of_token(authorization)
         if shown is not None and shown != tenant:
-            raise Unauthenticated("authorization: the token is another tenant's than the client's certificate")
+            raise Unauthenticated("authorization: the token and the client's certificate belong to different tenants")
         return tenant
 
     def _tenant_shown(self, certificate: Certificate) -> Tenant | None:
@@ -189,7 +191,10 @@ class Authenticator:
         return () if self._tokens is None else self._tokens.names
 
     def admit(self, metadata: Mapping[str, str]) -> None:
-        """Refuse a gRPC call with a bad token, or with none unless a certificate may do. Raises Unauthenticated."""
+        """Refuse a gRPC call with a bad token, or without one. Raises Unauthenticated.
+
+        If clients may show certificates instead, a call without a token passes.
+        """
         authorization = metadata.get("authorization")
         if self._tokens is not None and (authorization or not self._tokens.takes_certificates):
             self._tokens.find_tenant(authorization)

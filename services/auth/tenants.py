@@ -1,4 +1,6 @@
-"""Tenants, and the file that lists their certificates and tokens. Tokens are hashed, so the file is no use to a caller.
+"""Tenants, and the file that lists their certificates and tokens. The authenticator reads it.
+
+Tokens are hashed, so somebody who reads the file cannot call with it.
 
 ```yaml
 tenants:
@@ -12,7 +14,7 @@ tenants:
       - {common_name: acme-batch}
       - {dns: batch.acme.example}
       - {uri: "spiffe://acme.example/batch"}
-    max_priority: 10            # 0 (the default): no prompt before other tenants' prompts; 100 is the highest
+    max_priority: 10            # 0 (the default): its prompts cannot overtake those of other tenants; 100: the highest
     operator: false             # may ask for the state of the whole service
 ```
 """
@@ -117,15 +119,16 @@ def read_tenants(path: Path, *, takes_certificates: bool) -> Tenants:
         name = f"auth.tokens: tenants[{place}]"
         tenant = _tenant(name, entry)
         if tenant.name in names:
-            raise ConfigError(f"{name}.name: {tenant.name!r} is there twice")
+            raise ConfigError(f"{name}.name: {tenant.name!r} is given twice")
         names.add(tenant.name)
         if "certificates" in entry and not takes_certificates:
             raise ConfigError(
-                f"{name}.certificates: clients are not asked for certificates; give tls.client_ca, which signed them"
+                f"{name}.certificates: clients are not asked for certificates; set tls.client_ca to the authority that "
+                f"signed them"
             )
         for number, certificate in enumerate(_certificates(f"{name}.certificates", entry)):
             if certificate in certificates:
-                raise ConfigError(f"{name}.certificates[{number}].{certificate[0]}: is there twice")
+                raise ConfigError(f"{name}.certificates[{number}].{certificate[0]}: is given twice")
             certificates[certificate] = tenant
         tokens = entry.get("tokens", [] if "certificates" in entry else None)
         if not isinstance(tokens, list):
@@ -133,7 +136,7 @@ def read_tenants(path: Path, *, takes_certificates: bool) -> Tenants:
         for number, token in enumerate(tokens):
             digest, expires = _token(f"{name}.tokens[{number}]", token)
             if digest in grants:
-                raise ConfigError(f"{name}.tokens[{number}].sha256: is there twice")
+                raise ConfigError(f"{name}.tokens[{number}].sha256: is given twice")
             grants[digest] = Grant(tenant=tenant, expires=expires)
     return Tenants(grants=grants, certificates=certificates)
 
@@ -153,7 +156,9 @@ def _tenant(name: str, entry: Any) -> Tenant:
         if isinstance(value, bool) or not isinstance(value, int) or abs(value) > MAX_PRIORITY:
             raise ConfigError(f"{name}.{key}: {value!r} is out of range; allowed is -{MAX_PRIORITY} to {MAX_PRIORITY}")
     if not limits["min_priority"] <= 0 <= limits["max_priority"]:
-        raise ConfigError(f"{name}: min_priority to max_priority must hold 0, which a request has that names none")
+        raise ConfigError(
+            f"{name}: min_priority to max_priority must include 0, the priority of requests that name none"
+        )
     operator = entry.get("operator", False)
     if not isinstance(operator, bool):
         raise ConfigError(f"{name}.operator: {operator!r} is not allowed; use true or false")

@@ -1,4 +1,4 @@
-"""Files that the router's configuration names: they are read on the machine with the configuration, once."""
+"""Files that the router's configuration names. The cluster reads them once, on the machine with the configuration."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def router_profile(router: RouterConfig) -> HardwareProfile | None:
 def router_losses(config: Config) -> SparseLosses | None:
     """Return the losses of `router.sparse_losses`, read on the machine with the configuration; None without.
 
-    Raises ConfigError, also if they are of another model.
+    Raises ConfigError if the file cannot be read, or if it was measured for another model.
     """
     if not config.router.sparse_losses:
         return None

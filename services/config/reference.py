@@ -18,7 +18,8 @@ WIDTH = 116
 INTRODUCTION = f"""# Configuration reference
 
 `ringserve config --markdown` writes this page from the code. [configuring.md](configuring.md) explains how to set keys,
-and those that are most likely to change. In the environment a key such as `prefill.cp` is `{ENV_PREFIX}PREFILL__CP`."""
+and describes the keys that users most often change. In the environment a key such as `prefill.cp` is
+`{ENV_PREFIX}PREFILL__CP`."""
 
 
 def yaml_lines(config: Config) -> Iterator[str]:

@@ -1,7 +1,8 @@
-"""Configuration sections. Each key has its range or words, one example and its meaning; docs are made from them.
+"""Configuration sections. Each key has its range or its allowed words, one example and its meaning.
 
-A section is made from keywords and never changes. A value that is not allowed raises `ValidationError`, which
-`services.config.sources` turns into a sentence; checks across keys raise ConfigError with their own sentence.
+The reference pages are made from these. A section is made from keywords and never changes. A value that is not allowed
+raises `ValidationError`, which `services.config.sources` turns into a sentence; checks across keys raise ConfigError
+with their own sentence.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ LeastRings = Annotated[
     Field(
         ge=0,
         le=1024,
-        description="Rings of the role that always serve; the others leave while fewer will do. 0: all always serve.",
+        description="Least number of the role's rings that serve. The other rings are taken out of service while "
+        "fewer are enough. 0: all always serve.",
         examples=[1],
     ),
 ]
@@ -142,7 +144,7 @@ class ModelConfig:
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.dtype == "auto":  # readers of the configuration meet a type alone
+        if self.dtype == "auto":  # so that code that reads the configuration never sees 'auto'
             object.__setattr__(self, "dtype", default_dtype(self.device))
         if (self.device, self.dtype, self.attention_backend) == ("cuda", "float32", "auto"):
             raise ConfigError(
@@ -188,7 +190,7 @@ PoolsByName = Annotated[
 class PrefillConfig:
     """Prefill rings, and how prompts are cut into steps.
 
-    Work units: one is the cost of a token's matrix products; attention counts relative to it.
+    One work unit is the cost of a token's matrix products. Attention is counted in the same unit.
     """
 
     rings: Rings = 1
@@ -209,7 +211,8 @@ class PrefillConfig:
         default=0.5,
         ge=0,
         le=3600,
-        description="Aim for a step's seconds by measured rates, about as long as a short prompt waits; 0 is no aim.",
+        description="Target for the duration of a step, in seconds, predicted from measured rates. A short prompt "
+        "waits about that long. 0: no target.",
         examples=[0.25],
     )
     min_chunk_tokens: Whole = Field(
@@ -219,7 +222,8 @@ class PrefillConfig:
         default=512,
         ge=0,
         le=1 << 24,
-        description="Longest new prompts that lie whole on one rank each if that keeps ranks even; 0 cuts all.",
+        description="Most tokens of a new prompt that may be computed whole on one rank, if several such prompts load "
+        "the ranks evenly; 0: every prompt is cut over all ranks.",
         examples=[0],
     )
     ageing_seconds: StrictFloat = Field(
@@ -280,8 +284,8 @@ class DecodeConfig:
         default=128,
         ge=1,
         le=1 << 20,
-        description="KV room for the answer that a turn starts with and grows by. If none is left, the youngest turn "
-        "is preempted and resumed later.",
+        description="KV room, in tokens, that a turn gets for its answer at its start, and again each time it needs "
+        "more. If none is left, the youngest turn is preempted and resumed later.",
         examples=[512],
     )
     max_direct_tokens: Whole = Field(
@@ -295,8 +299,8 @@ class DecodeConfig:
         default=0.15,
         ge=0,
         le=60,
-        description="Predicted delay of the batch by such a prompt at most, in seconds; four times that, if no turn "
-        "runs on the ring.",
+        description="Longest predicted delay of the running batch, in seconds, for which a decode ring computes a "
+        "prompt itself (see max_direct_tokens); four times as long if no turn runs on the ring.",
         examples=[0.5],
     )
     least_share: StrictFloat = Field(
@@ -304,15 +308,15 @@ class DecodeConfig:
         ge=0.05,
         le=1,
         description="On one machine with fewer cores than threads of ranks: share of the time that decode steps get "
-        "while a prompt is computed. They pause for the rest, until 0.15 s after a step began at most. 1 means no "
-        "pauses: answers come faster then, and prompts later.",
+        "while a prompt is computed. For the rest of the time they pause, but the next step begins at most 0.15 s "
+        "after the one before. 1 means no pauses: answers come faster then, and prompts later.",
         examples=[0.5],
     )
 
 
 @dataclass(frozen=True, kw_only=True, config=KNOWN_KEYS)
 class KvCacheConfig:
-    """KV of every rank, of its own heads if `tp` is not 1."""
+    """KV cache of every rank. If `tp` is more than 1, each process of a rank holds only the KV of its own heads."""
 
     block_tokens: Whole = Field(
         default=16,
@@ -328,7 +332,8 @@ class KvCacheConfig:
         default=0.0,
         ge=0.0,
         le=0.95,
-        description="Share of the GPU memory left by the weights that KV takes instead; 0 is tokens_per_rank.",
+        description="Share that KV takes of the GPU memory that is free after the weights are loaded. It replaces "
+        "tokens_per_rank; 0 means that tokens_per_rank holds.",
         examples=[0.9],
     )
     kept_fraction: StrictFloat = Field(
@@ -343,8 +348,8 @@ class KvCacheConfig:
     def _check(self) -> Self:
         if self.tokens_per_rank < self.block_tokens:
             raise ConfigError(
-                f"kv_cache.tokens_per_rank: {self.tokens_per_rank} is not allowed; give a block of "
-                f"{self.block_tokens} or more"
+                f"kv_cache.tokens_per_rank: {self.tokens_per_rank} is not allowed; give at least one block, which is "
+                f"{self.block_tokens} tokens"
             )
         if self.memory_fraction and self.tokens_per_rank != type(self).tokens_per_rank:
             raise ConfigError(
@@ -360,8 +365,8 @@ class KvTransferConfig:
 
     carrier: Literal["auto", "nixl", "sockets"] = Field(
         default="auto",
-        description="auto is NIXL between GPUs that it reaches, and sockets otherwise. Transfers to a rank that nixl "
-        "by name does not reach fail.",
+        description="auto is NIXL between GPUs that it reaches, and sockets otherwise. With nixl, transfers to a rank "
+        "that NIXL does not reach fail.",
         examples=["sockets"],
     )
     slot_bytes: Whole = Field(
@@ -396,7 +401,8 @@ class RouterConfig:
         default=0.0,
         ge=0.0,
         le=1e9,
-        description="Seconds after its last use that a conversation which names none is deleted; 0 is never.",
+        description="Seconds after its last use until a conversation is deleted, unless its requests name another "
+        "time; 0 is never.",
         examples=[3600.0],
     )
     max_waiting_turns: Whole = Field(
@@ -412,15 +418,16 @@ class RouterConfig:
         default=0.6,
         ge=0.01,
         le=1.0,
-        description="Share of its time that a prefill ring is to compute, and of its places and KV that turns are to "
-        "take on a decode ring, where min_rings lets rings leave.",
+        description="Target load if min_rings lets rings leave: the share of its time that a prefill ring computes, "
+        "and the share of a decode ring's places and KV that turns take.",
         examples=[0.4],
     )
     scale_wait_seconds: StrictFloat = Field(
         default=2.0,
         ge=0.01,
         le=3600,
-        description="Wait of a new prompt beyond which another ring is brought back, where min_rings lets rings leave.",
+        description="If min_rings lets rings leave: when a new prompt would wait longer than this, in seconds, another "
+        "ring is brought back.",
         examples=[0.5],
     )
     scale_down_seconds: StrictFloat = Field(
@@ -452,7 +459,8 @@ class RouterConfig:
         default=0.0,
         ge=0.0,
         le=86_400,
-        description="Seconds to the first token for which such turns may be approximate; 0 is exact.",
+        description="Target of seconds to the first token. Turns that name no bound may be approximate to reach it; "
+        "0 is exact.",
         examples=[2.0],
     )
     sparse_losses: str = Field(
@@ -504,7 +512,9 @@ class GatewayConfig:
 
     listen: Address = Field(default="127.0.0.1:50051", description="Address of gRPC.", examples=["0.0.0.0:50051"])
     http: OptionalAddress = Field(
-        default="127.0.0.1:8000", description="Address of OpenAI's HTTP.", examples=["0.0.0.0:8000"]
+        default="127.0.0.1:8000",
+        description="Address of the HTTP endpoint with OpenAI's API.",
+        examples=["0.0.0.0:8000"],
     )
     model_name: str = Field(
         default="",
@@ -531,7 +541,7 @@ class GatewayConfig:
 
 @dataclass(frozen=True, kw_only=True, config=KNOWN_KEYS)
 class HttpConfig:
-    """OpenAI's HTTP at `gateway.http`."""
+    """The HTTP endpoint with OpenAI's API, at `gateway.http`."""
 
     unknown_fields: Literal["refuse", "ignore"] = Field(
         default="ignore",
@@ -647,7 +657,9 @@ class MetricsConfig:
         default="127.0.0.1:0", description="First address of the decode rings.", examples=["0.0.0.0:9600"]
     )
     also_as: MetricNames = Field(
-        default="", description="vllm shows series that vLLM has too under its names as well.", examples=["vllm"]
+        default="",
+        description="vllm: series that vLLM also has are shown a second time, under vLLM's names.",
+        examples=["vllm"],
     )
     tenants: Whole = Field(
         default=20,
@@ -740,7 +752,7 @@ class LogConfig:
 class Pool:
     """Pool with all settings of its rings. `name` is empty for a role's first pool.
 
-    `num_before` rings of the role are in pools before this one: they take the metrics ports below.
+    `num_before` is the number of the role's rings in earlier pools, which take the lower metrics ports.
     """
 
     role: str

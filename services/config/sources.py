@@ -1,4 +1,4 @@
-"""Configuration sources. The environment is read here and nowhere else.
+"""Configuration sources, which every command reads. The environment is read here and nowhere else.
 
 Order of precedence, highest first: `--set section.key=value`, environment `RINGSERVE_SECTION__KEY`, file, default.
 """
@@ -133,7 +133,10 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _put(values: dict[Any, Any], kind: Any, path: Sequence[str], text: str) -> None:
-    """Set one value at its path from a section of `kind` downwards. A path that does not exist is refused later."""
+    """Set one value in `values`, which holds a section of type `kind`; `path` leads from there to the key.
+
+    A path that does not exist is refused later.
+    """
     key, *inner = path
     wanted = _kind_of(kind, key)
     if inner and (keys_of(wanted) or get_origin(wanted) is Mapping):
@@ -146,7 +149,10 @@ def _put(values: dict[Any, Any], kind: Any, path: Sequence[str], text: str) -> N
 
 
 def _parse(text: str) -> Any:
-    """Return the text as YAML; the text itself if it is none, which is refused later."""
+    """Return the value that the text means as YAML.
+
+    Text that is not valid YAML is returned unchanged, and refused later.
+    """
     try:
         value = _read_yaml(text)
     except yaml.YAMLError:

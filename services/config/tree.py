@@ -113,7 +113,7 @@ class Config:
 
     @property
     def least_rings(self) -> dict[str, int]:
-        """Rings that always serve, of each role of which others may leave."""
+        """Number of rings that always serve, by role; only roles whose other rings may leave are listed."""
         least = {"prefill": self.prefill.min_rings, "decode": self.decode.min_rings}
         return {role: number for role, number in least.items() if number}
 

@@ -1,7 +1,7 @@
 """Gateway process of a local cluster: `python -m ringserve.services.gateway --settings JSON`.
 
-Users have `ringserve gateway`. A spare loads while another gateway serves, so what takes time is imported at the
-`niceness` of its settings.
+`ringserve up` starts it; users run `ringserve gateway` instead. A spare loads while another gateway serves. So the slow
+imports run at the `niceness` in this process's settings.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ringserve.services.gateway")
     parser.add_argument("--settings", required=True, help="GatewaySettings as JSON")
     settings = parser.parse_args(arguments).settings
-    # Threads that numpy and tokenizers would start then, and keep; a gateway needs none of them.
+    # Else numpy and tokenizers would start threads at import and keep them; a gateway needs none.
     os.environ |= {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     beside_others(partial(import_module, "ringserve.services.gateway.process"), json.loads(settings)["niceness"])
 

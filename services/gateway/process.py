@@ -1,6 +1,6 @@
-"""Gateway process. It stops on SIGTERM, on SIGINT, or when its parent ends.
+"""Gateway process, which owns both servers. It stops on SIGTERM, on SIGINT, or when its parent ends.
 
-A second signal ends the turns that still run.
+A second signal ends the turns that still run. A local cluster and `ringserve gateway` run it.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def load_model_files(settings: GatewaySettings) -> ModelFiles:
 async def serve(settings: GatewaySettings, files: ModelFiles) -> None:
     """Serve until a signal or the parent's end. The first line on standard output is JSON: the listening addresses.
 
-    With a parent to follow, each later line is a heartbeat. A spare prints an empty line first, since its model's files
-    are loaded, and goes on when its parent sends the settings to serve with; secrets are read after that.
+    With a parent to follow, each later line is a heartbeat. A spare first prints an empty line, which tells its parent
+    that the model's files are loaded. It then waits for the settings to serve with, and reads secrets only after that.
     """
     path, model, codec = files.path, files.model, files.codec
     if settings.is_spare:
@@ -79,7 +79,7 @@ async def serve(settings: GatewaySettings, files: ModelFiles) -> None:
         if not line.endswith(b"\n"):
             return  # its parent has ended
         settings = GatewaySettings.from_json(line)
-    authenticator = Authenticator(_tenants(settings))
+    authenticator = Authenticator(_token_file(settings))
     peers = GrpcPeers(settings.peer_tls, settings.lost_seconds, ROUTER_SECONDS)
     metrics = GatewayMetrics(settings.metric_tenants)
     metrics.add_tenants(authenticator.tenants)
@@ -134,14 +134,14 @@ async def serve(settings: GatewaySettings, files: ModelFiles) -> None:
 async def _send_heartbeats() -> None:
     """Print an empty line at intervals, so that the parent knows that this process is alive."""
     descriptor = sys.stdout.fileno()
-    os.set_blocking(descriptor, False)  # a stopped parent reads nothing
+    os.set_blocking(descriptor, False)  # a suspended parent reads nothing, and a full pipe must not block this process
     while True:
         with suppress(BlockingIOError, BrokenPipeError):
             os.write(descriptor, b"\n")
         await asyncio.sleep(HEARTBEAT_SECONDS / 2)
 
 
-def _tenants(settings: GatewaySettings) -> TokenFile | None:
+def _token_file(settings: GatewaySettings) -> TokenFile | None:
     """Return the tenants file; None if every caller is admitted."""
     takes_certificates = settings.tls is not None and bool(settings.tls.client_ca)
     return TokenFile(Path(settings.tokens), takes_certificates=takes_certificates) if settings.tokens else None
@@ -194,9 +194,9 @@ def _serve_metrics(
 
 
 def run_gateway(settings: GatewaySettings) -> int:
-    """Run a gateway. Return 0 after an ordinary end, 1 after one sentence on standard error."""
+    """Run a gateway. Return 0 if it ended as asked, or 1 after an error, which is one sentence on standard error."""
     set_up_logs("gateway", settings.log_level, settings.log_format, settings.log_levels)
-    # Shells often allow 1024, and each HTTP stream has one.
+    # Shells often allow only 1024 file descriptors, and each HTTP stream takes one.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, DESCRIPTORS)), hard))
     try:

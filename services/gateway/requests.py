@@ -1,4 +1,4 @@
-"""Reader of a GenerateRequest, its SamplingParams, and the grammar of a constrained answer.
+"""Reader of a GenerateRequest, its SamplingParams, and the grammar of a constrained answer, for both endpoints.
 
 Errors name the field, its value and the allowed values.
 """
@@ -53,7 +53,7 @@ JSON_OPTIONS: Any = {  # llguidance's own type exists only for type checkers
     "whitespace_pattern": r"[ \n\r\t]{1,20}",
     "json_allow_general_unicode_escapes": True,
 }
-"""Options for every schema: only a lenient schema (`wish`) ignores keywords, and spaces must come to an end."""
+"""Options for every schema. Only a lenient schema ignores unknown keywords; white space has at most 20 characters."""
 MAX_CHOICES = 4096
 LOOK_AROUND = re.compile(r"\(\?<?[=!]")
 """Beginning of a look-ahead or look-behind in a pattern."""
@@ -71,7 +71,7 @@ PASS_KV_OR_NONE = (inference_pb2.ALGORITHM_UNSPECIFIED, inference_pb2.ALGORITHM_
 def read_sampling(params: inference_pb2.SamplingParams, model: ModelInfo) -> SamplingParameters:
     """Return one answer's sampling parameters. Raises InvalidRequest."""
     temperature = _check_range("temperature", params.temperature, 0.0, MAX_TEMPERATURE)
-    # Without max_tokens, the router gives the answer the room it finds, up to the model's positions.
+    # Without max_tokens, the router lets the answer use all positions that the prompt leaves free.
     max_tokens = params.max_tokens if params.HasField("max_tokens") else model.max_positions
     _check_range("max_tokens", max_tokens, 1, model.max_positions)
     _check_range("min_tokens", params.min_tokens, 0, max_tokens)
@@ -218,8 +218,8 @@ def _read_num_logprobs(name: str, num_top: int, model: ModelInfo) -> int:
     return _check_range(name, num_top, 0, min(MAX_LOGPROBS, model.vocab_size))
 
 
-def wish(schema: Any) -> dict[str, Any]:
-    """Return a schema that holds an answer as far as a grammar can, as OpenAI's `strict: false` asks.
+def lenient_schema(schema: Any) -> dict[str, Any]:
+    """Return a lenient copy of a schema: what a grammar cannot enforce is ignored, as OpenAI's `strict: false` asks.
 
     Example: `{"type": "array", "uniqueItems": true}` becomes a schema whose items may be equal.
     """
@@ -232,8 +232,8 @@ def _without_look_around(schema: Any) -> Any:
         return [_without_look_around(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    is_held = not (isinstance(pattern := schema.get("pattern"), str) and LOOK_AROUND.search(pattern))
-    return {name: _without_look_around(value) for name, value in schema.items() if is_held or name != "pattern"}
+    keeps_pattern = not (isinstance(pattern := schema.get("pattern"), str) and LOOK_AROUND.search(pattern))
+    return {name: _without_look_around(value) for name, value in schema.items() if keeps_pattern or name != "pattern"}
 
 
 def make_grammar(params: inference_pb2.SamplingParams, grammars: Grammars) -> str:
@@ -251,7 +251,7 @@ def make_grammar(params: inference_pb2.SamplingParams, grammars: Grammars) -> st
     except InvalidRequest as error:
         raise InvalidRequest(f"{name}: {error}") from None
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{name}: it is no valid grammar: {' '.join(str(error).split())[:300]}") from None
+        raise InvalidRequest(f"{name}: it is not a valid grammar: {' '.join(str(error).split())[:300]}") from None
     return grammar
 
 
@@ -277,11 +277,11 @@ def _make_schema_grammar(text: str, *, is_lenient: bool) -> str:
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError):
-        raise InvalidRequest("it is no JSON; give a schema as JSON") from None
+        raise InvalidRequest("it is not JSON; give a schema as JSON") from None
     if not isinstance(schema, dict):
         raise InvalidRequest("a schema is a JSON object")
     if is_lenient:
-        schema = wish(schema)
+        schema = lenient_schema(schema)
     return LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS | {"lenient": is_lenient})
 
 
@@ -385,7 +385,7 @@ class RequestReader:
         if read_num_completions(request.sampling_params) > 1:
             raise InvalidRequest(f"resume: {request.sampling_params.n} answers cannot be resumed; allowed is 1")
         if not request.sampling_params.HasField("seed"):
-            raise InvalidRequest("resume: sampling_params.seed is not given; give that of the `start` that came")
+            raise InvalidRequest("resume: sampling_params.seed is not given; give that of the `start` you received")
         received = np.array(request.resume.received, dtype=np.int64)
         check_vocabulary("resume.received", received, self._model.vocab_size)
         return LostTurn(token_ids=tuple(received.tolist()), prompt_tokens=request.resume.prompt_tokens)
@@ -572,7 +572,9 @@ def _algorithm(value: int) -> Algorithm | None:
         return None
     name = enum_name(inference_pb2.Algorithm, value)
     if name not in tuple(Algorithm):
-        raise InvalidRequest(f"algorithm: {value} is unknown; allowed are {', '.join(Algorithm)}, or none to choose")
+        raise InvalidRequest(
+            f"algorithm: {value} is unknown; allowed are {', '.join(Algorithm)}; without it the router chooses"
+        )
     return Algorithm(name)
 
 
@@ -607,5 +609,5 @@ def read_bound(request: inference_pb2.GenerateRequest) -> Bound | None:
         raise InvalidRequest(f"{name}: {value:g} is not allowed; give {allowed}")
     if value and request.algorithm not in PASS_KV_OR_NONE:
         asked = inference_pb2.Algorithm.Name(request.algorithm)
-        raise InvalidRequest(f"algorithm: {asked} is exact; with {name} allowed is ALGORITHM_PASS_KV")
+        raise InvalidRequest(f"algorithm: {asked} is always exact; with {name} only ALGORITHM_PASS_KV is allowed")
     return Bound(name=name, limit=value)

@@ -264,7 +264,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             self._running.stop()
         if self._aborts:
             await asyncio.wait(set(self._aborts), timeout=ABORT_SECONDS)
-        for abort in set(self._aborts):  # the router cannot be reached, or has been told already
+        for abort in set(self._aborts):  # the router cannot be reached, or knows of the abort and is still at it
             abort.cancel()
 
     async def Abort(self, request: inference_pb2.AbortRequest, context: Context) -> inference_pb2.AbortResponse:
@@ -379,7 +379,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._metrics.ignored_fields(count)
 
     def note_refused(self, endpoint: str, error: RingserveError) -> None:
-        """Count a call refused for its credentials or rights. Other failures count as requests."""
+        """Count a call refused for its credentials or rights. Other errors are not counted here."""
         if isinstance(error, Unauthenticated | Forbidden):
             self._metrics.refused_call(endpoint, find_status_code(error).name.lower())
 

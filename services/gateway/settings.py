@@ -19,11 +19,11 @@ from ringserve.services.config.sections import HttpConfig, TracingConfig
 class GatewaySettings:
     """Gateway settings.
 
-    `follow_stdin` ends the gateway when standard input closes, which happens when its parent ends. With `is_spare` it
-    waits until its parent writes other settings there, in one line of JSON, and serves with them. It loads at a
-    `niceness` as of `beside_others`. `tokens` is the path
-    of the tenants file. `page` serves the status page at `/` of `http`; `api` configures the HTTP API. A stopping
-    gateway lets turns run for at most `drain_seconds`. A peer without heartbeats for `lost_seconds` fails its turns.
+    `follow_stdin` ends the gateway when standard input closes, which happens when its parent ends. With `is_spare` the
+    gateway waits until its parent writes the final settings to standard input, as one line of JSON, and serves with
+    those. It loads in a thread whose nice value is `niceness` higher (see `beside_others`). `tokens` is the path of the
+    tenants file. `page` serves the status page at `/` of `http`; `api` configures the HTTP API. A stopping gateway lets
+    turns run for at most `drain_seconds`. A peer without heartbeats for `lost_seconds` fails its turns.
     """
 
     listen: str

@@ -1,6 +1,6 @@
 """Text and tokens: tokenizer, chat template, text that grows by whole characters, and stop strings.
 
-Both gateway servers use it: `TextCodec` encodes prompts, `AnswerText` decodes one answer.
+Both gateway servers use it: `TextCodec` encodes prompts and keeps no state of a call, `AnswerText` decodes one answer.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ringserve.workers.protocol.steps import TokenIds
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 CONTEXT_TOKENS = 6
-"""Tokens decoded again before new ones: some tokenizers spell a token differently at the beginning of a text."""
+"""Earlier tokens decoded before new ones: some tokenizers spell a token differently at the beginning of a text."""
 WINDOW_TOKENS = 24
-"""Tokens in the window before it moves: each move decodes it once more."""
+"""Tokens in `IncrementalText`'s window before it is shortened: each shortening decodes it once more."""
 STAND_IN = "an answer that the conversation has"
 """Stand-in text for an answer whose text is unknown, when a chat template writes the messages after it."""
 MAX_PENDING = 64
@@ -34,7 +34,7 @@ An incomplete character shows as 1 to 3 of them; a byte-fallback tokenizer's run
 
 
 def _bytes_of_signs() -> dict[str, int]:
-    """Return the alphabet of byte-level tokenizers: printable bytes of Latin-1 stand for themselves, others follow."""
+    """Return the alphabet of byte-level tokenizers: printable Latin-1 bytes stay, the others follow from 256."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
@@ -53,7 +53,8 @@ class TextCodec:
         except (OSError, ValueError, KeyError) as error:
             raise ModelRefused(f"the tokenizer of {model_path} cannot be loaded: {error}") from error
         self._backend = plain_backend(self._tokenizer)
-        # A byte-level token has one character per byte, other tokens their own characters: none stands for more text.
+        # A token's name is never shorter than its text: byte-level names have one character per byte, other names are
+        # the text.
         self.max_characters = max((len(token) for token in self._tokenizer.get_vocab()), default=1)
         plain, whole = (self.encode("a", adds_special=adds).tolist() for adds in (False, True))
         self.num_special = next((n for n in range(len(whole)) if whole[n : n + len(plain)] == plain), 0)
@@ -134,8 +135,8 @@ class TextCodec:
         found = [(rest.find(sign), sign) for sign in (self.decode_all([end]) for end in ends) if sign in rest]
         if not found and call is not None:  # nothing marks the end of the stand-in call
             raise InvalidRequest(
-                "previous_response_id: the model's chat template closes no call by an end-of-sequence token; send the "
-                "history in input"
+                "previous_response_id: the model's chat template ends no tool call with an end-of-sequence token; send "
+                "the history in input"
             )
         place, sign = min(found, default=(0, ""))
         return self.encode(rest[place + (len(sign) if last_token in ends else 0) :], adds_special=False)
@@ -247,7 +248,7 @@ class IncrementalText:
         # A prompt of token ids may end inside a character; it then gives no context.
         self._ids = [] if before.endswith(REPLACEMENT) else list(prompt[-CONTEXT_TOKENS:])
         self._context = 0  # start of the window; ids before it are not decoded again
-        self._whole: deque[int] = deque()  # indices between two characters, where the window may begin
+        self._boundaries: deque[int] = deque()  # indices between two characters, where the window may begin
         self._emitted = before if self._ids else ""  # part of the text of ids[context:] already returned
         self._sent: list[str] = []
 
@@ -283,18 +284,18 @@ class IncrementalText:
 
     def _move_window(self) -> None:
         """Shorten a long window: move its start to the last character boundary that leaves enough context."""
-        self._whole.append(len(self._ids))
+        self._boundaries.append(len(self._ids))
         if len(self._ids) - self._context < WINDOW_TOKENS:
             return
         before = self._context
-        while self._whole[0] <= len(self._ids) - CONTEXT_TOKENS:
-            self._context = self._whole.popleft()
+        while self._boundaries[0] <= len(self._ids) - CONTEXT_TOKENS:
+            self._context = self._boundaries.popleft()
         if self._context != before:
             self._emitted = self._decode(self._ids[self._context :])
 
     def _drop_bytes(self) -> None:
-        """Move the window past bytes that are not text, so that later tokens do not decode them again."""
-        self._whole.clear()
+        """Move the window past bytes that are not text, so that they are not decoded again with later tokens."""
+        self._boundaries.clear()
         self._context = len(self._ids) - CONTEXT_TOKENS
         self._emitted = self._decode(self._ids[self._context :]).removesuffix(REPLACEMENT)
 

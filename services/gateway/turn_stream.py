@@ -1,7 +1,8 @@
 """Turns at the gateway: tokens become text, times are as the client sees them, and running turns can be ended.
 
-Several answers to one prompt are a turn each, and their streams are merged into one. If rings or the router are
-lost on the way, a turn is begun again with the tokens that the client has (`LastingTurn`).
+The servicer runs turns by it, for both endpoints; nothing outlives its turn. Several answers to one prompt are a turn
+each, and their streams are merged into one. If rings or the router are lost on the way, a turn is begun again with the
+tokens that the client has (`LastingTurn`).
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ Begin = Callable[[TurnRequest], Awaitable[BegunTurn]]
 """The router's `begin_turn`."""
 
 MAX_FAILOVERS = 2
-"""Failovers in a row without a new token, then the turn fails: its own prompt may crash the rings."""
+"""Failovers in a row without a new token. At the next loss the turn fails: its own prompt may crash the rings."""
 ROUTER_SECONDS = 30.0
 """How long to retry while the router may be restarting, in seconds."""
 ROUTER_PAUSE_SECONDS = 0.2
@@ -59,8 +60,8 @@ ROUTER_PAUSE_SECONDS = 0.2
 Responses = AsyncGenerator[inference_pb2.GenerateResponse, None]
 UNGUARDED = nullcontext()
 MESSAGE_SECONDS = 100e-6
-"""Gateway time for one token message from a ring to a client, with a third of it as reserve (decision 0037)."""
-LEAST_INTERVAL_SECONDS = 0.01  # steps of rings take longer
+"""Gateway time planned for one token message from a ring to a client. A third of it is reserve (decision 0037)."""
+LEAST_INTERVAL_SECONDS = 0.01  # a shorter interval changes nothing: a ring's step takes longer
 DEADLINE_GRACE_SECONDS = 2.0
 """Seconds the rings have to end a turn after its deadline; then the gateway ends it."""
 STOPPING = "the gateway is stopping; retry at another"
@@ -101,10 +102,11 @@ class FailedOver:
 
 
 class LastingTurn:
-    """Begun turn with its decode leader's two verbs. If a ring is lost, the turn begins again, unseen by the reader.
+    """Begun turn, with the two verbs of its decode leader that a reader needs: `events` and `finish`.
 
-    `leader_at` finds a decode leader. `interval` returns the minimum seconds between two token messages. `noted` is
-    called with each lost ring's role and whether the turn continued. Once `is_stopping`, no turn begins again.
+    If a ring is lost, the turn begins again, and its events go on. `leader_at` finds a leader. `interval` returns the
+    minimum seconds between two token messages. `noted` is called with each lost ring's role and whether the turn
+    continued. Once `is_stopping`, no turn begins again.
 
     If `request.resume` is set, an earlier gateway was lost, and the events begin with the tokens that the client has.
     Their log-probabilities are not known here: if the request asks for them, the ring sends all tokens again. A ring
@@ -139,6 +141,7 @@ class LastingTurn:
         if self._tokens:
             yield TokensEvent(token_ids=tuple(self._tokens))
         while (begun := self._begun).ended is None or (is_scored(self._request) and begun.decode_endpoint):
+            # True also if no scores of the prompt are due: only a resumed turn needs them, before its first token.
             has_scores = self._request.resume is None or bool(self._tokens) or begun.prompt_tokens == 1
             try:
                 leader = self._leader_at(begun.decode_endpoint)
@@ -553,7 +556,7 @@ class TurnsUnderWay:
         return {turn.request_id for turn in self._turns}
 
     def interval(self) -> float:
-        """Return the seconds between a turn's messages that leave the gateway time for all turns."""
+        """Return the least seconds between two messages of a turn, so that the gateway can serve all running turns."""
         seconds = len(self._turns) * MESSAGE_SECONDS
         return seconds if seconds >= LEAST_INTERVAL_SECONDS else 0.0
 

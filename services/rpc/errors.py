@@ -1,4 +1,4 @@
-"""Table from errors to gRPC status codes, and back for calls between ringserve processes."""
+"""Table from errors to gRPC status codes, for all servers, and back for calls between ringserve processes."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ def error_from(failure: grpc.aio.AioRpcError, peer: str) -> RingserveError:
     """Return the error of a failed call to another ringserve process.
 
     A failure of gRPC itself becomes Unavailable, or Unreachable if the connection is cut. Unreachable concerns only
-    this caller's connection, so it has no status code: another process that it is passed on to sees Unavailable.
+    this caller's connection, so it has no status code of its own. If this process passes it on, the next process sees
+    Unavailable.
     """
     error = read_peer_error(failure)
     if error is not None:

@@ -1,4 +1,4 @@
-"""Control-plane ports over gRPC: how router, leaders and gateways call each other."""
+"""Control-plane ports over gRPC: how router, leaders and gateways call each other. `GrpcPeers` owns the channels."""
 
 from __future__ import annotations
 
@@ -97,7 +97,8 @@ class GrpcPrefillRing(_Peer):
         return await self._ask(self._stub.Reserve, to_message(rings_pb2.ReserveRequest, request), Reservation)
 
     async def prefill(self, turn: PrefillTurn) -> PrefillDone:
-        # The decode leader enforces the turn's deadline: a ring that works up to it still answers.
+        # The decode leader enforces the turn's deadline. This call waits longer, so that a ring that computes up to the
+        # deadline can still answer.
         timeout = turn.deadline_seconds + CONTROL_SECONDS
         return await self._ask(self._stub.Prefill, to_message(rings_pb2.PrefillRequest, turn), PrefillDone, timeout)
 
@@ -114,7 +115,8 @@ class GrpcPrefillRing(_Peer):
         return await self._ask(self._stub.SendKv, to_message(rings_pb2.SendKvRequest, request), SentKv, timeout)
 
     async def take_kv(self, request: TakeKv) -> TakenKv:
-        # The leader gives the source ring as long as `send_kv` does, and then reports the outcome.
+        # The called leader in turn calls `send_kv` at the source ring, with that call's timeout, and then reports the
+        # outcome.
         timeout = request.deadline_seconds + 2 * CONTROL_SECONDS
         return await self._ask(self._stub.TakeKv, to_message(rings_pb2.TakeKvRequest, request), TakenKv, timeout)
 
@@ -149,10 +151,10 @@ class GrpcDecodeRing(GrpcPrefillRing):
         await self._tell(self._stub.Admit, request)
 
     def stream_turn(self, turn_id: str, after: int = 0, interval: float = 0.0) -> AsyncGenerator[TurnEvent, None]:
-        """Yield a turn's events, which share one stream with the leader's other turns. Closing the iterator leaves it.
+        """Yield a turn's events, which share one stream with the leader's other turns.
 
-        Also raises Unavailable if neither events nor heartbeats arrive, and Unreachable if the connection breaks while
-        they do.
+        Closing the iterator leaves the turn. Also raises Unavailable if neither events nor heartbeats arrive, and
+        Unreachable if the connection breaks although they arrived until then.
         """
         return self._turns.read(turn_id, after, interval)
 
@@ -265,8 +267,8 @@ class GrpcPeers:
     """`Peers` over gRPC: one channel per endpoint, opened on first use; `close` closes all.
 
     `epoch` is the calling router's epoch; 0 for other callers and for a router without memory. Calls carry `secret`, by
-    default the environment's. If a peer's machine is silent for `lost_seconds`, its calls fail; if only its process is,
-    its streams fail.
+    default the environment's. If a peer's machine is silent for `lost_seconds`, calls to the peer fail. If the machine
+    answers and only the process is silent, just the streams from it fail.
     """
 
     def __init__(

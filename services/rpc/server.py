@@ -1,4 +1,7 @@
-"""gRPC server of every ringserve process: health checks, reflection, and clear errors for ports and messages."""
+"""gRPC server of every ringserve process, with health checks and reflection. It owns the process's gRPC port.
+
+It has clear errors for a port that cannot be taken and for a message that cannot be decoded.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from ringserve import __version__
-from ringserve.channels import OPTIONS
+from ringserve.channels import COMMON_OPTIONS
 from ringserve.cp_core.errors import ConfigError, RingserveError, Unauthenticated
 from ringserve.services.auth.tls import SECRET_VARIABLE
 from ringserve.services.rpc.errors import abort_on_error
@@ -25,8 +28,9 @@ from ringserve.services.rpc.errors import abort_on_error
 log = logging.getLogger(__name__)
 
 SERVER_OPTIONS = (
-    *OPTIONS,
-    # Allow client pings: with gRPC's default limits, a server ends their streams (GOAWAY, too_many_pings).
+    *COMMON_OPTIONS,
+    # Allow frequent client pings. With gRPC's default limits the server would end the streams of a client that pings
+    # (GOAWAY, too_many_pings).
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 250),
     ("grpc.http2.max_ping_strikes", 0),
@@ -47,7 +51,7 @@ VERSION_KEY = "ringserve-peer-version"
 """Metadata key of calls between ringserve processes: the caller's release."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
-MALFORMED_MESSAGE = "the request is no valid message of this method"
+MALFORMED_MESSAGE = "the request is not a valid message of this method"
 
 
 class _Malformed:
@@ -246,8 +250,9 @@ class HealthWatch:
 
     `name` is for logs. Close the watch before the server stops.
 
-    It is admitting once it has served, and as long as a fault may pass by itself: its clients are better answered with
-    the fault than not connected. A process of another release is not.
+    The server is admitting from the first check without a fault on. It stays so during faults that may pass by
+    themselves, since clients that are connected at least learn the fault. A fault that cannot pass, such as a router of
+    another release, ends it.
     """
 
     def __init__(
@@ -292,7 +297,7 @@ class HealthWatch:
             async with asyncio.timeout(ANSWER_SECONDS):
                 return await self._find_fault(), True
         except TimeoutError:
-            return f"it could not tell how it is within {ANSWER_SECONDS:.0f} s", True
+            return f"the health check took longer than {ANSWER_SECONDS:.0f} s", True
         except RingserveError as error:
             return str(error), not isinstance(error, ConfigError)
 

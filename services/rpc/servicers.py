@@ -1,4 +1,7 @@
-"""gRPC services between ringserve processes: a ring leader's RingService and the router's RouterService."""
+"""gRPC services between ringserve processes: a ring leader's RingService and the router's RouterService.
+
+All state of rings and turns stays with the leader or the router that they call.
+"""
 
 from __future__ import annotations
 
@@ -165,7 +168,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     def __init__(self, router: RouterPort, metrics: RouterMetrics) -> None:
         self._router = router
         self._metrics = metrics
-        self._telling = asyncio.Lock()
+        self._inventory_lock = asyncio.Lock()
         self.metrics_endpoint = ""
 
     def register(self, server: GrpcServer) -> None:
@@ -229,7 +232,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         if not request.HasField("inventory"):
             return await self._register(request, None, context)
         # One inventory at a time: many rings' inventories take seconds, and heartbeats must get through in between.
-        async with self._telling:
+        async with self._inventory_lock:
             await asyncio.sleep(0)
             return await self._register(request, from_message(RingInventory, request.inventory), context)
 

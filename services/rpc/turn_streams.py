@@ -1,10 +1,13 @@
-"""Events of decode rings' turns on their way to a gateway, which has one stream from each leader for all of its turns.
+"""Events of turns on their way from decode leaders to a gateway. Only events that wait are held here.
 
-    turns of a leader -- TurnsWriter -- StreamTurns: all that waits in a message -- TurnsStream -- readings of a gateway
+The gateway has one stream per leader, which carries all turns that it reads there:
 
-A message costs what it costs in gRPC's asyncio, whatever is in it (docs/decisions/0037). Each turn is read as if it had
-a stream of its own: behind the tokens that its reader has, with an error and an end of its own. If its client is
-slow it is held: its tokens wait at the leader, which stores the answer in any case, and hold up no other turn.
+    turns of a leader -- TurnsWriter -- StreamTurns (a message is all that waits) -- TurnsStream -- a gateway's readings
+
+gRPC's asyncio takes the same time for each message, however much the message holds (docs/decisions/0037). Each turn is
+read as if it had its own stream: reading begins after the tokens that the reader already has, and the turn's error or
+end concerns no other turn. If its client is slow it is held: its tokens wait at the leader, which stores the answer in
+any case, and hold up no other turn.
 """
 
 from __future__ import annotations
@@ -31,13 +34,13 @@ from ringserve.v1 import rings_pb2, rings_pb2_grpc
 log = logging.getLogger(__name__)
 
 SILENT_TICKS = 4
-"""Parts of the time without events after which a stream counts as lost; see `Silence`."""
+"""Ticks into which the longest allowed silence of a stream is divided; see `Silence`."""
 ADMITTED = (("ringserve-admitted", "1"),)
 """Initial metadata of a stream that the leader has admitted. Only then does the gateway write to it: if a write meets
 the end of a refused call, gRPC reports an internal error in place of the refusal."""
 IDLE_SECONDS = 10.0
-"""Seconds that a stream stays open once none of its turns is read: it serves the next turn, where opening another takes
-each end some milliseconds just while the ranks compute that turn's prompt."""
+"""Seconds that a stream stays open once none of its turns is read, for the next turn. Opening another would cost both
+ends some milliseconds, just while the ranks compute that turn's prompt."""
 MOST_WAITING = 4096
 """Tokens of a turn that wait for its client at the gateway, or for the network at the leader, before it is held."""
 
@@ -45,7 +48,8 @@ MOST_WAITING = 4096
 class Silence:
     """Watch over a stream of events, whose call it cancels when none has come for `seconds`.
 
-    A process that stands still itself for longer counts one tick for it, and then reads the events that wait.
+    If this process itself was suspended for longer, it counts only one tick for the pause, and then reads the events
+    that have arrived.
     """
 
     def __init__(self, call: Any, seconds: float) -> None:
@@ -61,8 +65,8 @@ class Silence:
         """True if no event has come for half the time: the peer stands still, or the way to it is cut."""
         return self._ticks > SILENT_TICKS // 2
 
-    def end(self) -> None:
-        """Note an event."""
+    def note_event(self) -> None:
+        """Start the silence anew: an event has come."""
         self._ticks = 0
 
     def _tick(self) -> None:
@@ -131,7 +135,7 @@ _Asked = asyncio.Queue[rings_pb2.TurnReading | None]
 
 
 class TurnsStream:
-    """Stream of a leader's turns to this process, open while one of them is read, and for IDLE_SECONDS then.
+    """Stream of a leader's turns to this process, open while one of them is read, and for IDLE_SECONDS afterwards.
 
     `name` is the leader's in errors. Without a message for `lost_seconds` it counts as lost.
     """
@@ -220,7 +224,7 @@ class TurnsStream:
             if ADMITTED[0][0] in dict(await call.initial_metadata()):
                 admitted.set()
             async for message in call:
-                silence.end()
+                silence.note_event()
                 self._spread(message, asked, readings)
         except grpc.aio.AioRpcError as failure:
             error = self._error_of(failure, silence)
@@ -228,12 +232,12 @@ class TurnsStream:
             error = self._error_of(failure, silence)
             if error is failure:
                 raise
-        except Exception:  # nobody awaits this task: its readers get the error, and the log the whole
+        except Exception:  # nobody awaits this task: its readers get a short error, and the log the traceback
             log.exception("the stream of turns met an internal error")
         finally:
             silence.close()
             call.cancel()
-            # A call that has ended by itself leaves the task of gRPC that waits for requests.
+            # If the call has ended by itself, gRPC's task that takes requests still waits in `_take`: let it end.
             admitted.set()
             asked.put_nowait(None)
             if readings is self._readings:
@@ -311,7 +315,10 @@ class TurnsWriter:
     async def messages(
         self, asked: AsyncIterator[rings_pb2.TurnReading]
     ) -> AsyncGenerator[rings_pb2.TurnsEvents, None]:
-        """Yield messages with the events of the turns that are asked for. Closing it closes their streams."""
+        """Yield messages with the events of the turns that are asked for.
+
+        Closing this generator closes the turns' streams at the leader.
+        """
         asking = asyncio.create_task(self._follow(asked))
         asking.add_done_callback(self._on_asked)
         try:

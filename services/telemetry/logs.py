@@ -22,7 +22,10 @@ MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
 def levels_by_module(text: str) -> dict[str, str]:
-    """Read levels of modules and all below them: "MODULE=LEVEL ...". Raises ConfigError, which names no key."""
+    """Read levels of modules and all below them: "MODULE=LEVEL ...".
+
+    Raises ConfigError, whose text does not name the configuration key: the caller adds it.
+    """
     levels = {}
     for word in text.split():
         module, _, level = word.partition("=")
@@ -44,7 +47,8 @@ def _exists(module: str) -> bool:
 def set_up_logs(process: str, level: str = "info", form: str = "human", levels: str = "", ring: str = "") -> None:
     """Set up the logs of a process, which every line names. Lines below `level` are dropped.
 
-    `levels` has other levels of some modules, as `levels_by_module` reads them, and nothing that it refuses.
+    `levels` gives some modules other levels, in the form that `levels_by_module` reads. It must be valid: check it
+    first.
 
     This replaces an earlier set-up. `form` is one of LOG_FORMATS. JSON lines have ts (UTC), level, process, logger and
     message, and if they apply ring, request_id, turn_id, exception and the figures of `TurnRecord`.
@@ -125,7 +129,7 @@ RAY_PREFIX = re.compile(r"^(?:\x1b\[\d+m)?\((?P<who>[^()]*\bpid=\d+[^()]*)\)(?:\
 
 
 class JsonLines:
-    """Text stream that passes on whole JSON objects as they are, and makes one of every other line.
+    """Text stream that passes on lines that are JSON objects, and turns each remaining line into one.
 
     Ray prefixes each line that its processes write, which would make JSON unreadable.
     """

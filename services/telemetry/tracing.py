@@ -1,4 +1,4 @@
-"""Traces of turns by OpenTelemetry, sent to a collector by OTLP over gRPC.
+"""Traces of turns by OpenTelemetry, sent to a collector by OTLP over gRPC. Gateways and ring leaders record them.
 
 Without a collector, OpenTelemetry's API is a no-op. Only a process with `tracing.endpoint` loads the
 SDK (extra `otel`). Certificates and headers for the collector come from OpenTelemetry's own environment variables
@@ -142,7 +142,7 @@ class SpanTracer:
 
 
 def _offset() -> int:
-    """Return nanoseconds from the epoch to the zero of `time.monotonic`. Read each time, because clocks are set."""
+    """Return nanoseconds from the epoch to the zero of `time.monotonic`. It changes when the system clock is set."""
     return time.time_ns() - time.monotonic_ns()
 
 
@@ -158,7 +158,7 @@ class TurnTrace:
     """Turn span, from the client's request to the last response. `parent` is the header for parts of it.
 
     It holds only numbers and ringserve's own names, never text of a prompt or answer. The gateway records the part
-    `plan`, until the router has chosen rings and they have reserved. The rings record their parts.
+    `plan`, which ends when the router has chosen rings and the rings have reserved room. The rings record their parts.
     """
 
     def __init__(self, tracer: SpanTracer, trace_parent: str, request_id: str, tenant: str, began: float) -> None:

@@ -1,7 +1,7 @@
 """Anthropic's Messages API (`/v1/messages`): requests become chat requests, answers become content blocks.
 
-Fields, blocks and events are those that https://docs.anthropic.com/en/api/messages describes. Blocks of thoughts from
-earlier answers are no part of the history.
+The HTTP application uses it; a `MessageAnswer` holds the state of one answer. Fields, blocks and events are those that
+https://docs.anthropic.com/en/api/messages describes. Thinking blocks from earlier answers are left out of the history.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ ERROR_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""Error type by HTTP status. Others are an invalid request below 500, and an error of the service from there."""
+"""Error type by HTTP status. Any other status is `invalid_request_error` below 500 and `api_error` from 500 on."""
 STOP_REASONS = {"length": "max_tokens"}
-"""Stop reason by the contract's finish reason, unless a stop string or call decides."""
+"""Anthropic's stop reason by the contract's finish reason. A matched stop string or a tool call takes precedence."""
 
 # --- requests --------------------------------------------------------------------------------------------------------
 
@@ -239,11 +239,11 @@ class MessageAnswer:
 
     @property
     def ends_with(self) -> bytes:
-        """Line after the last event: none."""
+        """Line to send after the last event. Anthropic's streams have none."""
         return b""
 
     def events(self, place: int, response: inference_pb2.GenerateResponse) -> list[Json]:
-        """Return the stream events for one response. The opening event waits for the first token: it has the TTFT."""
+        """Return the stream events for one response. The opening event waits for the first token: clients time it."""
         if response.HasField("start"):
             start = response.start
             self._name = start.request_id
@@ -254,11 +254,11 @@ class MessageAnswer:
         held, self._held = self._held, []
         if response.HasField("chunk"):
             self._sent_characters += len(response.chunk.text)
-            return held + self._tell(self._reader.push(response.chunk.text))
+            return held + self._events_of(self._reader.push(response.chunk.text))
         self._complete = response.complete
         rest = self._reader.push(response.complete.text[self._sent_characters :])
         is_cut = response.complete.finish_reason == inference_pb2.FINISH_REASON_LENGTH
-        events = self._tell([*rest, *self._reader.finish(is_cut=is_cut)])
+        events = self._events_of([*rest, *self._reader.finish(is_cut=is_cut)])
         return held + events + self._close()
 
     def last_events(self) -> list[Json]:
@@ -315,10 +315,10 @@ class MessageAnswer:
             arguments = {}
         return block | {"input": arguments if isinstance(arguments, dict) else {}}
 
-    def _tell(self, said: Sequence[Said]) -> list[Json]:
-        return [event for each in said for event in self._one(each)]
+    def _events_of(self, said: Sequence[Said]) -> list[Json]:
+        return [event for each in said for event in self._events_of_part(each)]
 
-    def _one(self, said: Said) -> list[Json]:
+    def _events_of_part(self, said: Said) -> list[Json]:
         match said:
             case CallStart():
                 call = {"type": "tool_use", "id": said.call_id, "name": said.name}

@@ -1,4 +1,7 @@
-"""HTTP routes. A thin translation: HTTP turns take the same path as gRPC turns."""
+"""HTTP routes of the gateway process. A thin translation: HTTP turns take the same path as gRPC turns.
+
+Between requests it holds only the answers that clients may fetch again, and what is the same for all requests.
+"""
 
 from __future__ import annotations
 
@@ -87,9 +90,9 @@ BODY_SECONDS = 60.0
 PROMPT_END = 16
 """Last tokens of a prompt that may open or close the model's thoughts."""
 MAX_CONTAINERS = 200_000
-"""Lists and objects of a body: parsing as many takes about 0.1 s."""
+"""Most lists and objects in a body: parsing that many takes about 0.1 s."""
 MAX_VALUES = 4_000_000
-"""Values of a body, such as token ids."""
+"""Most values in a body, such as token ids."""
 STRUCTURE = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{,]', re.DOTALL)
 
 
@@ -103,7 +106,7 @@ class TurnService(ViewedService, Protocol):
 
     @property
     def codec(self) -> TextCodec:
-        """The model's tokenizer, for single tokens: texts go by `read_tokens`."""
+        """The model's tokenizer, for single tokens only: whole texts go through `read_tokens`."""
 
     def note_ignored(self, count: int) -> None:
         """Count fields of a request that were ignored."""
@@ -206,7 +209,7 @@ class HttpApi:
         ]
 
     def _guard(self) -> list[Middleware]:
-        if not self._authenticator.is_open:  # no page knows a token
+        if not self._authenticator.is_open:  # tokens are guard enough: a foreign page knows none
             return []
         return [Middleware(BrowserGuard, origins=self._config.origins.split(), hosts=self._config.hosts.split())]
 
@@ -227,9 +230,9 @@ class HttpApi:
         ]
 
     def _constant(self, make: Callable[[], Response]) -> Callable[[Request], Awaitable[Response]]:
-        """Return an endpoint that sends every authenticated caller the same response, made when it is first asked for.
+        """Return an endpoint that sends every authenticated caller the same response, which the first call makes.
 
-        The API's description takes 0.1 s to make, which a gateway that starts does not have.
+        The API's description takes 0.1 s to make, which must not delay the start of a gateway.
         """
         made = cache(make)
 
@@ -352,7 +355,7 @@ class HttpApi:
                 if calls is None:
                     self._note_unread_calls()
             form = AnswerForm(calls=calls, schemas=turn.offer.schemas if turn.offer else {})
-            if turn.links and turn.links.previous:  # `fill` writes its prompt once the last answer's end is known
+            if turn.links and turn.links.previous:  # `fill` writes the prompt later, from the last answer's end
                 plain = _find_plain_form(codec) if may_think else AnswerForm()
                 return replace(plain, calls=form.calls, schemas=form.schemas)
             tokens = template.tokens(reader).tolist()
@@ -435,7 +438,10 @@ class HttpApi:
         return Response(reply.body, headers={"content-type": reply.content_type})
 
     def _caller(self, request: Request) -> Tenant:
-        """Return the calling tenant, by its token or Anthropic's header for one. Raises Unauthenticated."""
+        """Return the calling tenant, by the token in `authorization` or `x-api-key` (Anthropic's header).
+
+        Raises Unauthenticated.
+        """
         shown, key = request.headers.get("authorization"), request.headers.get("x-api-key")
         if not shown and key:
             shown = f"Bearer {key}"
@@ -461,7 +467,7 @@ class HttpApi:
     async def _kept_response(self, request: Request) -> Response:
         tenant, name = self._caller(request), _response_name(request)
         if request.query_params.get("stream", "false") == "true":
-            raise InvalidRequest("stream: an answer that is kept is whole; leave it out")
+            raise InvalidRequest("stream: a kept answer is sent only as a whole; leave it out")
         body = await self._kept.fetch(tenant.name, name, self._service.router_for(tenant))
         return Response(body, media_type="application/json")
 
@@ -518,7 +524,8 @@ async def _read_body(request: Request) -> bytes:
 def _parse_body(body: bytes) -> Any:
     """Parse a body. Raises BadHttpRequest for a body that is not JSON, or has more values than any request needs.
 
-    The parser holds Python's lock to its end, also in a thread: 24 MB of `[[]],` would stop every stream for 3 s.
+    The parser holds Python's global lock until it has finished, even in a thread: 24 MB of `[[]],` would stop every
+    stream for 3 s.
     """
     if body.count(b"[") + body.count(b"{") > MAX_CONTAINERS or body.count(b",") > MAX_VALUES:
         _check_values(body)
@@ -529,9 +536,6 @@ def _parse_body(body: bytes) -> Any:
         raise BadHttpRequest(400, message, "invalid_json") from None
     except (ValueError, RecursionError):
         raise BadHttpRequest(400, "the body is not valid JSON", "invalid_json") from None
-
-
-# --- errors ----------------------------------------------------------------------------------------------------------
 
 
 def _check_values(body: bytes) -> None:
@@ -546,6 +550,9 @@ def _check_values(body: bytes) -> None:
                 f"the body has more than {MAX_CONTAINERS} lists and objects, or more than {MAX_VALUES} values",
                 "too_large",
             )
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
 
 
 def _error_response(error: BaseException, path: str = "") -> Response:

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape. The HTTP status follows from the gRPC status, which `services.rpc.errors` assigns."""
+"""Errors in OpenAI's shape, for all HTTP paths. The status follows from the gRPC status (`services.rpc.errors`)."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def make_route_error(status: int, method: str, path: str, allowed: Sequence[str]
     if parts[0] in _OTHERS:
         words = f"{shown} is not served: this service answers chats, completions and responses"
     elif parts[0] == "responses" and parts[-1] == "input_items":
-        words = f"{shown} is not served: the service keeps a response, not what it was asked"
+        words = f"{shown} is not served: the service keeps responses, but not the input of their requests"
     elif status == 405:
         words = f"{shown} does not serve the method {method[:20]}; use {' or '.join(allowed)}"
     else:
@@ -113,8 +113,8 @@ def make_route_error(status: int, method: str, path: str, allowed: Sequence[str]
 def error_body(error: BaseException, path: str = "") -> dict[str, Any]:
     """Return an error as `{"error": {message, type, param, code}}`. Unexpected errors do not show their text.
 
-    The prompt field is named as in requests to `path`. Example: "input: 9010 prompt tokens and ..." begins with
-    "messages: " for /v1/chat/completions.
+    The message names the prompt field as requests to `path` name it. Example: for /v1/chat/completions, "input: 9010
+    prompt tokens" becomes "messages: 9010 prompt tokens".
     """
     if isinstance(error, BadHttpRequest):
         return _body(str(error), "invalid_request_error", None, error.code)

@@ -1,4 +1,7 @@
-"""Answers of OpenAI's Responses API: one item per text and per tool call, as one object or as stream events."""
+"""Answers of OpenAI's Responses API: one item per text and per tool call, as one object or as stream events.
+
+The HTTP application makes one `ItemAnswer` per request, which holds all of its state.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,7 @@ class ItemAnswer:
 
     @property
     def ends_with(self) -> bytes:
-        """Line after the last event: none."""
+        """Line to send after the last event. Streams of the Responses API have none."""
         return b""
 
     def events(self, place: int, response: inference_pb2.GenerateResponse) -> list[Json]:
@@ -136,9 +139,9 @@ class ItemAnswer:
         return event
 
     def _make_events(self, said: list[Said]) -> list[Json]:
-        return [event for each in said for event in self._one(each)]
+        return [event for each in said for event in self._events_of_part(each)]
 
-    def _one(self, said: Said) -> list[Json]:
+    def _events_of_part(self, said: Said) -> list[Json]:
         match said:
             case CallStart():
                 call = {"name": said.name, "call_id": said.call_id, "arguments": ""}

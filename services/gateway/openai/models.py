@@ -1,8 +1,8 @@
 """HTTP request bodies as pydantic models: OpenAI's fields, vLLM's, and ringserve's own.
 
-The models check shapes and types; `gateway.requests` checks values, as it does for gRPC. To serve a contract sampling
-parameter over HTTP, add one line to `SamplingFields`. `Fields.read` turns a body into a model, and pydantic's errors
-into one sentence. The OpenAPI document is made from the same models.
+The reader of HTTP requests uses the models, and the OpenAPI document is made from them. The models check shapes and
+types; `gateway.requests` checks values, as it does for gRPC. To serve a contract sampling parameter over HTTP, add one
+line to `SamplingFields`. `Fields.read` turns a body into a model, and pydantic's errors into one sentence.
 
 `extra="forbid"` refuses unknown fields; `read` with `note_ignored` is the one switch that ignores them.
 """
@@ -118,16 +118,17 @@ ALLOWED = {
     "string_pattern_mismatch": "a string that matches {pattern}",
     "string_type": "a string",
     "too_short": "a list of at least {min_length} items",
-    "string_unicode": "text without half a surrogate pair",
+    "string_unicode": "valid Unicode text, without a lone surrogate",
     "union_tag_invalid": "one of {expected_tags}",
 }
 """Allowed values, by pydantic error type."""
 
 
 def _sentence(model: type[Fields], body: dict[str, Any], error: ValidationError) -> str:
-    """Describe the first invalid field in one sentence, by its innermost and last fault.
+    """Describe the first invalid field in one sentence.
 
-    Each union member reports its own faults. Faults at the same place are joined with "or".
+    Each union member reports its own faults. The most deeply nested counts; of several, the one whose path sorts last.
+    Faults at the same place are joined with "or".
     """
     faults = error.errors(include_url=False, include_input=False)
     faults = [fault for fault in faults if fault["loc"][:1] == faults[0]["loc"][:1]]
@@ -426,7 +427,7 @@ class ContractFields(Fields):
     max_ttft: float | None = None
 
 
-class TurnRequest(SamplingFields, ContractFields):
+class HttpTurnRequest(SamplingFields, ContractFields):
     """Fields that every turn request has."""
 
     model: Name
@@ -464,7 +465,7 @@ class TurnRequest(SamplingFields, ContractFields):
         return StructuredOutputs.model_validate(given)
 
 
-class TextRequest(TurnRequest):
+class TextRequest(HttpTurnRequest):
     """Fields that chats and completions share. Unserved fields accept only the value that changes nothing."""
 
     n: Whole | None = None
@@ -503,7 +504,7 @@ class ChatRequest(TextRequest, TemplateFields):
     tool_choice: ChoiceMode | ToolChoice | AllowedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: Annotated[bool | None, Field(description="False leaves the model's thoughts out.")] = None
-    separate_reasoning: Annotated[bool | None, Field(description="False leaves them in the content.")] = None
+    separate_reasoning: Annotated[bool | None, Field(description="False leaves thoughts in the content.")] = None
 
 
 class CompletionRequest(TextRequest):
@@ -550,7 +551,7 @@ class TextOptions(OpenFields):
     verbosity: Inert = None
 
 
-class ResponseRequest(TurnRequest):
+class ResponseRequest(HttpTurnRequest):
     input: Text | Annotated[list[Item], Field(min_length=1, fail_fast=True)]
     instructions: Text | None = None
     max_output_tokens: Whole | None = None

@@ -1,4 +1,4 @@
-"""OpenAPI document of the HTTP API, made from its routes and their body and answer models."""
+"""OpenAPI document, which the HTTP application makes from its routes and their body and answer models."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Translation of HTTP request models to a GenerateRequest.
 
-The models check shapes and types. Values are checked with the values of gRPC requests, in `gateway.requests`.
+The HTTP application calls it. The models check shapes and types; `gateway.requests` checks the values, in the same code
+as for gRPC requests.
 """
 
 from __future__ import annotations
@@ -84,8 +85,9 @@ class Template:
 class HttpTurn:
     """HTTP request for one turn, or for several turns that differ only in their prompts.
 
-    With `counts_each` every event of a stream has the usage so far. Thoughts are a part of their own in the answer if
-    it `separates_thoughts`, and none if it `hides_thoughts`. A turn that `scores_only` computes one token, for nobody.
+    With `counts_each` every event of a stream has the usage so far. With `separates_thoughts` the answer shows the
+    model's thoughts apart from its content; with `hides_thoughts` it leaves them out. With `scores_only` only the
+    prompt's log-probabilities are wanted: the turn computes one token, which is not sent.
     """
 
     requests: tuple[inference_pb2.GenerateRequest, ...]
@@ -108,7 +110,10 @@ class HttpTurn:
 
     @property
     def may_think(self) -> bool:
-        """Return whether the answer may begin with thoughts to separate: not if all of it has a form of its own."""
+        """Return whether the answer may begin with thoughts that must be separated.
+
+        It cannot if a constraint or a required call governs the whole answer.
+        """
         is_bound = self.request.sampling_params.WhichOneof("constraint") or (self.offer and self.offer.must_call)
         return self.separates_thoughts and not is_bound
 
@@ -197,7 +202,7 @@ class HttpRequestReader:
         return replace(turn, template=template)
 
     def messages(self, model: type[Asked], body: Any) -> Asked:
-        """Read a request of Anthropic's Messages API, to be made a chat of."""
+        """Read a request of Anthropic's Messages API. The caller turns it into a chat request."""
         return self._read(model, self._with_functions(body, (None, "custom")))
 
     def _with_functions(self, body: Any, kinds: Collection[str | None]) -> Any:
@@ -271,7 +276,7 @@ class HttpRequestReader:
 
     def _read(self, model: type[Asked], body: Any) -> Asked:
         name = body.get("model") if isinstance(body, dict) else None
-        if isinstance(body, dict) and (name == "" or (name is None and issubclass(model, models.TurnRequest))):
+        if isinstance(body, dict) and (name == "" or (name is None and issubclass(model, models.HttpTurnRequest))):
             self.check_model("")
         asked = model.read(body, self._note_ignored if self._ignores_unknown else None)
         if name is not None:  # requests other than turns may omit the model
@@ -290,8 +295,9 @@ class HttpRequestReader:
         """Return messages as chat templates take them. Raises InvalidRequest."""
         found = []
         for place, message in enumerate(given):
+            # Empty fields may stay: a client may send back an answer's message, which has some.
             extra = {name: value for name, value in (message.model_extra or {}).items() if value not in (None, [], {})}
-            refused = extra.keys() & CHANGING if self._ignores_unknown else extra  # empty ones: an answer has such
+            refused = extra.keys() & CHANGING if self._ignores_unknown else extra
             for name in refused:
                 value = extra[name]
                 raise InvalidRequest(f"messages[{place}].{name[:60]}: {quote(value)} is not supported; leave it out")
@@ -301,7 +307,7 @@ class HttpRequestReader:
         return found
 
 
-def _turn(asked: models.TurnRequest, format_name: str, response_format: models.ResponseFormat | None) -> HttpTurn:
+def _turn(asked: models.HttpTurnRequest, format_name: str, response_format: models.ResponseFormat | None) -> HttpTurn:
     """Return a turn without its prompt. `format_name` is the field that holds `response_format`."""
     names = asked.model_fields_set & type(asked).model_fields.keys()  # without ignored fields
     known = {name: getattr(asked, name) for name in names}
@@ -359,7 +365,7 @@ def _put_format(params: inference_pb2.SamplingParams, name: str, given: models.R
         within, inner = (f"{name}.json_schema", given.json_schema) if given.json_schema else (name, given)
         schema = inner.schema_ if inner.strict or inner.schema_ is None else close_schema(inner.schema_)
         params.json_schema = _schema_text(f"{within}.schema", schema)
-        params.lenient_schema = not inner.strict  # OpenAI's default: the schema is a wish
+        params.lenient_schema = not inner.strict  # OpenAI's default: the answer may break the schema
 
 
 def _put_structure(params: inference_pb2.SamplingParams, asked: models.StructuredOutputs) -> None:
@@ -470,7 +476,7 @@ def _template(
 
 
 def _check_prompts(turn: HttpTurn, num_prompts: int) -> None:
-    """Check the options that several prompts, or an echo, exclude. Raises InvalidRequest."""
+    """Refuse options that are not allowed with several prompts or with `echo`. Raises InvalidRequest."""
     request = turn.request
     if num_prompts > models.MAX_PROMPTS:
         raise InvalidRequest(f"prompt: {num_prompts} are too many; at most {models.MAX_PROMPTS} are allowed")

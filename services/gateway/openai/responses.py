@@ -1,6 +1,7 @@
 """Translation of turn responses to OpenAI's JSON, for one prompt and for several in one request.
 
-Values that OpenAI has no name for go into one extra field, `ringserve`.
+The HTTP application makes a `TurnAnswer` per prompt, which holds its state. Values that OpenAI has no name for go into
+one extra field, `ringserve`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class ChatShape:
     def piece(self, index: int, text: str, logprobs: Json | None) -> Json:
         return self._choice(index, {"content": text}, logprobs, None)
 
-    def said(self, index: int, said: Said, logprobs: Json | None) -> Json:
+    def part(self, index: int, said: Said, logprobs: Json | None) -> Json:
         """Return an event's choice for one part of an answer that may call tools."""
         if isinstance(said, str):
             return self.piece(index, said, logprobs)
@@ -64,7 +65,7 @@ class ChatShape:
         message = {"role": "assistant", "content": text, "refusal": None}
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
 
-    def read(
+    def whole_with_calls(
         self, index: int, said: Sequence[Said], calls: Sequence[ReadCall], logprobs: Json | None, reason: str
     ) -> Json:
         """Return the choice for a whole answer that may have thoughts and call tools."""
@@ -89,7 +90,10 @@ class ChatShape:
 
 
 class CompletionShape:
-    """Shape of text completions; the methods mirror `ChatShape`. Nothing opens an answer: clients time every event."""
+    """Shape of text completions; the methods mirror `ChatShape`.
+
+    Answers have no opening event, since clients would take it for the first token when they measure times.
+    """
 
     stream_object = whole_object = "text_completion"
     id_prefix = "cmpl"
@@ -224,7 +228,7 @@ class TurnAnswer:
         assert isinstance(self._shape, ChatShape), "only chats have tools and thoughts"
         shown = self._shown(said) or ([""] if logprobs else [])
         return [
-            self._event(self._shape.said(index, each, None if place else logprobs)) for place, each in enumerate(shown)
+            self._event(self._shape.part(index, each, None if place else logprobs)) for place, each in enumerate(shown)
         ]
 
     def _shown(self, said: Sequence[Said]) -> Sequence[Said]:
@@ -260,7 +264,9 @@ class TurnAnswer:
         if isinstance(self._shape, ChatShape) and not self._form.is_plain:
             reader = self._form.make_reader()
             said = self._shown([*reader.push(text), *reader.finish(is_cut=_is_cut(complete))])
-            choice = self._shape.read(complete.index, said, reader.calls, logprobs, _reason(complete, reader))
+            choice = self._shape.whole_with_calls(
+                complete.index, said, reader.calls, logprobs, _reason(complete, reader)
+            )
         else:
             choice = self._shape.whole(complete.index, text, logprobs, _reason(complete))
         return choice | ({"token_ids": list(complete.output_ids)} if self._has_token_ids else {})
@@ -409,7 +415,10 @@ def _name(token_id: int, codec: TextCodec) -> str:
 
 
 def _by_name(each: inference_pb2.TokenLogprobs, codec: TextCodec) -> dict[str, float]:
-    """Return the most likely tokens and the sampled one by name; of equal names all but the likeliest have their id."""
+    """Return the log-probabilities of the most likely tokens and of the sampled one, by token name.
+
+    If several tokens have the same name, only the first keeps it; the others are named by their ids.
+    """
     named: dict[str, float] = {}
     for token_id, logprob in dict([*_top(each), (each.token_id, each.logprob)]).items():
         name = _name(token_id, codec)

@@ -1,4 +1,4 @@
-"""HTTP server: uvicorn in the gateway's own event loop, without uvicorn's signal handlers and logs.
+"""HTTP server of the gateway process: uvicorn in its event loop, without uvicorn's signal handlers and logs.
 
 Event streams stay open through silence, and a turn ends when its client hangs up.
 """
@@ -57,10 +57,10 @@ class _Server(uvicorn.Server):
 
 
 class _Protocol(H11Protocol):
-    """One connection. Each request's state holds the names in the client's certificate.
+    """One connection. The ASGI state of each request holds the client's certificate.
 
-    A connection closes if the headers of a request do not come within HEADER_SECONDS of its start, or of the first
-    byte of a later request: uvicorn would wait for ever.
+    A connection closes if the headers of a request are late: of the first one HEADER_SECONDS after the connection
+    began, of a later one HEADER_SECONDS after its first byte. uvicorn alone would wait for ever.
     """
 
     _header_timer: asyncio.TimerHandle | None = None
@@ -96,7 +96,7 @@ class _Protocol(H11Protocol):
             self._header_timer = None
 
 
-def count_connections() -> int:
+def max_connections() -> int:
     """Return how many connections may be open: half of the process's descriptors, so that gRPC has the other half."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return soft // 2 if soft != resource.RLIM_INFINITY else sys.maxsize
@@ -121,15 +121,15 @@ def _network(host: str) -> str:
     address = ipaddress.ip_address(host.partition("%")[0])
     if address.version == 4:
         return host
-    mapped = address.ipv4_mapped  # as a socket that listens on both shows them
+    mapped = address.ipv4_mapped  # a socket that listens on IPv4 and IPv6 shows IPv4 addresses in this form
     return str(mapped or ipaddress.ip_network((address, 64), strict=False))
 
 
 class _Listener(socket.socket):
     """Listening socket that closes connections beyond a limit as it accepts them, before any TLS handshake.
 
-    One address, or network of IPv6, may hold three quarters of them, so that others always find a place. A proxy, which
-    is one address for all its clients, hardly notices that.
+    One address, or one IPv6 network, may hold at most three quarters of the connections, so that others always find a
+    place. A proxy, which is one address for all its clients, hardly notices that.
 
     Without a free descriptor asyncio logs a traceback for each place in the backlog, thousands a second. Here a spare
     descriptor is given up to accept a connection, which is closed at once.
@@ -139,14 +139,14 @@ class _Listener(socket.socket):
         # asyncio sends small parts at once (TCP_NODELAY) only if a socket says that its protocol is TCP. Otherwise the
         # first event of a stream waits up to 40 ms for the client to acknowledge the headers.
         super().__init__(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        self._limit = count_connections()
+        self._limit = max_connections()
         self._connections: MutableSet[socket.socket] = WeakSet()
         self._by_network: dict[str, MutableSet[socket.socket]] = {}
         self._spare: int | None = os.open(os.devnull, os.O_RDONLY)
         self._told_at = -math.inf
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Accept a connection within the limit. Raises BlockingIOError, also after MAX_REFUSALS refusals in a row."""
+        """Accept a connection within the limit. Raises BlockingIOError if none waits, or after MAX_REFUSALS."""
         for _ in range(MAX_REFUSALS):
             try:
                 accepted, address = super().accept()
@@ -353,10 +353,11 @@ MAX_HEADER_BYTES = 32 * 1024
 
 
 class HeaderLimit:
-    """Middleware that refuses requests with more header bytes, or with two lengths, before it reads their content.
+    """Middleware that refuses requests with more than MAX_HEADER_BYTES of headers, or with two lengths.
 
-    With both Content-Length and Transfer-Encoding, a proxy in front may see another end of the request than we do, and
-    forward the rest as a request of somebody else (RFC 9112, 6.1); so the connection closes, too.
+    It does not read their content. With both Content-Length and Transfer-Encoding, a proxy in front may see another end
+    of the request than we do, and forward the rest as a request of somebody else (RFC 9112, 6.1); so the connection
+    closes, too.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -383,7 +384,7 @@ PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".home.arpa", ".svc")
 
 
 class BrowserGuard:
-    """Middleware for a gateway without tokens: pages that its users open elsewhere must not reach it.
+    """Middleware for a gateway without tokens: web pages of other sites in a user's browser must not reach it.
 
     A page can send requests to 127.0.0.1 and, once its own name is made to resolve there (DNS rebinding), read the
     answers (CVE-2024-28224 in Ollama). So names in the Host header must be known, and a browser's request must not come
@@ -406,7 +407,7 @@ class BrowserGuard:
         host = headers.get("host", "")
         if host and not self._is_known(host):
             return BadHttpRequest(
-                403, f"Host: {quote(host)} is no name of this gateway; http.hosts allows more names", "forbidden"
+                403, f"Host: {quote(host)} is not a name of this gateway; add it to http.hosts to allow it", "forbidden"
             )
         origin, site = headers.get("origin"), headers.get("sec-fetch-site")
         if (origin is None and site is None) or method == "OPTIONS" or {"*", origin} & set(self._origins):
@@ -415,11 +416,13 @@ class BrowserGuard:
         is_link = method in ("GET", "HEAD") and headers.get("sec-fetch-mode") == "navigate"
         if site == "cross-site" and not is_link:
             page = quote(origin or "another site")
-            return BadHttpRequest(403, f"Origin: pages of {page} may not call; http.origins allows it", "forbidden")
+            return BadHttpRequest(
+                403, f"Origin: pages of {page} may not call; add it to http.origins to allow it", "forbidden"
+            )
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if method == "POST" and kind != "application/json":
             return BadHttpRequest(
-                415, f"Content-Type: {quote(kind)} is not served to pages; allowed is application/json", "unsupported"
+                415, f"Content-Type: {quote(kind)} is not accepted from web pages; send application/json", "unsupported"
             )
         return None
 

@@ -4,10 +4,11 @@
 
 A request that follows a conversation's latest response becomes its next turn; a request that follows an earlier
 response begins a fork. The router has the tokens, so any gateway can serve the next request. The answer itself can be
-fetched again from the gateway that gave it, as long as that one has room for it.
+fetched again from the gateway that gave it, as long as that one has room for it. The HTTP application runs such
+requests as `LinkedTurn`s.
 
-The model read the first request's instructions and tools. The conversation's name holds digests of both, and requests
-with different ones are refused.
+The model has read the instructions and tools of the conversation's first request, so they cannot change afterwards: the
+conversation's name holds digests of both, and requests with different ones are refused.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ class KeptAnswers:
         if body is None:
             raise NotFound(
                 f"response {name.response_id!r} can be followed, but its answer is no longer kept; use "
-                f"previous_response_id, or ask the gateway that gave it sooner"
+                f"previous_response_id. The gateway that gave an answer keeps it only for a while"
             )
         return body
 
@@ -232,4 +233,4 @@ def _find_turn_end(view: ConversationInfo, name: ResponseName) -> int:
 
 def make_not_held_error(response_id: str) -> NotFound:
     """Return the error for a response whose conversation is unknown."""
-    return NotFound(f"response {response_id[:80]!r} is not held, or no longer; send the history in input")
+    return NotFound(f"response {response_id[:80]!r} is not stored, or is no longer stored; send the history in input")

@@ -41,7 +41,7 @@ from typing import Any, Protocol
 from ringserve.cp_core.errors import InvalidRequest
 from ringserve.services.gateway.openai import models
 from ringserve.services.gateway.openai.models import quote
-from ringserve.services.gateway.requests import ANY_OBJECT, JSON_OPTIONS, RequestReader, wish
+from ringserve.services.gateway.requests import ANY_OBJECT, JSON_OPTIONS, RequestReader, lenient_schema
 from ringserve.v1 import inference_pb2
 
 MAX_CALLS = 16
@@ -772,7 +772,7 @@ class Offer:
             reader.special_token,
             must_call=self.must_call,
             one_call=self.one_call,
-            text_schema=None if schema is None else (wish if params.lenient_schema else add_guidance)(schema),
+            text_schema=None if schema is None else (lenient_schema if params.lenient_schema else add_guidance)(schema),
         )
         try:
             reader.check_constraint(params)
@@ -823,7 +823,7 @@ def read_offer(
     functions = [
         Function(
             name=tool.name,
-            schema=(add_guidance if tool.strict else wish)(close_schema(tool.parameters or NO_PARAMETERS)),
+            schema=(add_guidance if tool.strict else lenient_schema)(close_schema(tool.parameters or NO_PARAMETERS)),
             is_strict=bool(tool.strict),
         )
         for tool in tools

@@ -23,7 +23,7 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
-"""Page headers: they load nothing from other hosts, and no other page may frame them."""
+"""Headers of every page: with them a page loads nothing from other hosts, and no other page may frame it."""
 
 
 def page_routes() -> list[Route]:

@@ -1,7 +1,8 @@
 """Plain HTTP server for Prometheus and for probes: /metrics, /live, /ready, /admitting, and at a gateway /targets.
 
-The probes tell what grpc.health.v1 tells, for clients that cannot show a certificate. /targets lists all metrics
-endpoints of a service, in the format of Prometheus' HTTP service discovery.
+It owns its port and threads, and reads the process's state only through its pages. The probes tell what grpc.health.v1
+tells, for clients that cannot show a certificate. /targets lists all metrics endpoints of a service, in the format of
+Prometheus' HTTP service discovery.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Reply(NamedTuple):
 
 
 Page = Callable[[str], Reply]
-"""Page: from the Accept header to the reply."""
+"""Function that makes a page: it takes the Accept header and returns the reply."""
 TEXT = "text/plain; charset=utf-8"
 OPEN_METRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 UTF8_NAMES = "application/openmetrics-text; version=1.0.0; escaping=allow-utf-8"
@@ -44,8 +45,8 @@ def metrics_page(source: Collector) -> Page:
     """Return the page of a registry, in the format that the scraper prefers, with the names as they are.
 
     prometheus_client writes `vllm_...` for `vllm:...` to a scraper that knows no UTF-8 names, such as Prometheus 2,
-    though every Prometheus reads colons. In OpenMetrics such a scraper gets the names whole, and with them the
-    exemplars, which plain text has not.
+    though every Prometheus reads colons. A scraper that accepts OpenMetrics gets the unchanged names in that format,
+    and the exemplars too, which the plain text format lacks.
     """
 
     def page(accept: str) -> Reply:

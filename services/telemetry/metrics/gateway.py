@@ -1,4 +1,4 @@
-"""Gateway metrics: turns as their clients see them."""
+"""Gateway metrics: turns as their clients see them. The servicer counts them; scrapes only read the counts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ REFUSALS = (
     "unauthenticated",
     "permission_denied",
 )
-"""Outcomes that are an answer to the client, by gRPC status."""
+"""Outcomes in which the gateway refused the request for a reason that the client can act on, as gRPC status names."""
 FAILURES = ("cancelled", "deadline_exceeded", "unavailable", "internal")
 FINISHED = (FinishReason.STOP.value, FinishReason.LENGTH.value)
 OUTCOMES = (*FINISHED, *REFUSALS, *FAILURES)
@@ -60,7 +60,7 @@ SHORTEST_SECONDS = 1e-6
 class GatewayMetrics:
     """Series of one gateway process, in a registry of its own, and its recent load.
 
-    Where callers are tenants, at most `max_tenants` of them have series of their own.
+    If callers are tenants, at most `max_tenants` of them have series of their own.
     """
 
     def __init__(self, max_tenants: int = 0) -> None:
@@ -84,17 +84,21 @@ class GatewayMetrics:
             registry=registry,
         )
         self._successes = _counter(
-            registry, "request_success", "Answers that came to their end, by its reason.", "finished_reason", FINISHED
+            registry, "request_success", "Complete answers by finish reason.", "finished_reason", FINISHED
         )
         self._plans = _counter(registry, "plans", "Turns by the algorithm of their prefill.", "algorithm", ALGORITHMS)
         self._cached = _counter(
             registry, "cached_prompt_tokens", "Prompt tokens not computed again.", "source", SOURCES
         )
         self._failovers = _counter(
-            registry, "failovers", "Turns that lost a ring or gateway and went on, by its role.", "role", LOST
+            registry,
+            "failovers",
+            "Turns that lost a ring or their gateway and continued, by the role of what was lost.",
+            "role",
+            LOST,
         )
         self._failed_failovers = Counter(
-            "ringserve_failed_failovers", "Turns that lost a ring and could not go on.", registry=registry
+            "ringserve_failed_failovers", "Turns that lost a ring and could not continue.", registry=registry
         )
         self._prompt_tokens = Counter("ringserve_prompt_tokens", "Prompt tokens.", registry=registry)
         self._generated = Counter("ringserve_generation_tokens", "Generated tokens.", registry=registry)
@@ -125,7 +129,9 @@ class GatewayMetrics:
             registry, "request_time_per_output_token", "Mean time between a turn's tokens.", INTER_TOKEN
         )
         self._whole = _seconds(registry, "e2e_request_latency", "Request received to its end, whatever the end.")
-        self._queue = _seconds(registry, "request_queue_time", "Reserved to the start of its prefill, pull included.")
+        self._queue = _seconds(
+            registry, "request_queue_time", "Time from a turn's reservation to the start of its prefill, pull included."
+        )
         self._pull = _seconds(
             registry, "request_pull_time", "Pull of KV from another ring, within the queue's time.", MOVES
         )
@@ -246,7 +252,7 @@ class _Spread:
 
 
 class _Slice:
-    """Counts of some seconds."""
+    """Counts of the requests and tokens in one slice of time."""
 
     def __init__(self) -> None:
         self.requests = self.failed = self.refused = 0
@@ -287,7 +293,7 @@ class RecentLoad:
 
     @property
     def current(self) -> _Slice:
-        """Slice that goes on now."""
+        """Slice of the present time, which is still counted into."""
         number = int((self._clock() - self._began) / SLICE_SECONDS)
         if number != self._number:  # asked at every token
             self._slices.extend(_Slice() for _ in range(min(number - self._number, NUM_SLICES + 1)))
@@ -297,7 +303,7 @@ class RecentLoad:
     def view(self) -> dict[str, object]:
         """Return the load of the last ten seconds, of ten minutes, and of each slice, the oldest first.
 
-        The slice that goes on counts for the first two, and is not among the others.
+        The current, unfinished slice is included in the first two loads and is not in the list of slices.
         """
         whole, now = _Slice(), _Slice()
         current = self.current
@@ -345,7 +351,7 @@ class _TenantMetrics:
         )
 
     def label_of(self, tenant: str) -> str:
-        """Return the label of a tenant; empty without series, as for callers that are no tenants."""
+        """Return the label of a tenant; empty if there are no series by tenant, or if the caller is not a tenant."""
         if not tenant or not self._max_tenants or tenant in self._labels:
             return tenant if self._max_tenants else ""
         label = tenant if len(self._labels - {OTHER}) < self._max_tenants else OTHER
@@ -400,7 +406,7 @@ def _counter(registry: CollectorRegistry, name: str, help_text: str, label: str,
 
 
 class _Gaps(Collector):
-    """Histogram of the times between tokens. Tokens that come together are one observation: they are most of all."""
+    """Histogram of the times between tokens. Most tokens come together, so equal times are counted in one call."""
 
     def __init__(self, name: str, help_text: str, bounds: tuple[float, ...]) -> None:
         self._name, self._help_text = f"ringserve_{name}_seconds", help_text
@@ -409,7 +415,7 @@ class _Gaps(Collector):
         self._sum = 0.0
 
     def observe(self, seconds: float, times: int = 1) -> None:
-        """Count a time so many times."""
+        """Count `times` observations of `seconds`."""
         self._counts[bisect_left(self._bounds, seconds)] += times
         self._sum += seconds * times
 

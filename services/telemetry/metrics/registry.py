@@ -1,4 +1,7 @@
-"""Registry of a process's metrics, buckets of histograms in seconds, and copies of series under vLLM's names."""
+"""Registry of a process's metrics, buckets of histograms in seconds, and copies of series under vLLM's names.
+
+The metrics of gateways, rings and router use it.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,8 @@ RATIO = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.
 TOKENS = (*(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5)), 1e6, 2e6)
 
 
-# Our names with vLLM's of the same meaning. vLLM looks up the tokens of every prompt in its prefix cache.
+# vLLM's names for our series of the same meaning. vLLM looks up every prompt token in its prefix cache, so our prompt
+# tokens are also its prefix cache queries.
 GATEWAY_NAMES = {
     "ringserve_time_to_first_token_seconds": ("vllm:time_to_first_token_seconds",),
     "ringserve_inter_token_latency_seconds": ("vllm:inter_token_latency_seconds",),

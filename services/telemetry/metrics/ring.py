@@ -33,7 +33,7 @@ DECODE_VARIANTS = tuple(policy for policy in VARIANT_POLICIES if policy != "auto
 
 @dataclass(frozen=True, kw_only=True)
 class RingView:
-    """Current state of a ring: its status, and ranks and evictions that only its leader knows."""
+    """Current state of a ring: its public status, and figures that only its leader knows, such as its evictions."""
 
     status: RingInfo
     rank_statuses: tuple[RankStatus, ...]
@@ -94,11 +94,11 @@ class RingCollector(Collector):
         yield _gauge("num_requests_waiting", "Turns that wait.", RING, [(own, status.num_requests_waiting)])
         yield _gauge(
             "kv_cache_usage_perc",
-            "KV blocks of running turns, 1 is all.",
+            "Share of the KV blocks that running turns use, from 0 to 1.",
             RING,
             [(own, active / total if total else 0)],
         )
-        # vLLM's labels: its clients compute the ring's room in tokens by them.
+        # These are vLLM's labels: tools made for vLLM compute from them how many tokens the ring can hold.
         cache = ((*own, str(view.kv_block_tokens), str(total)), 1.0)
         told = "Always 1; tokens of a KV block and the blocks of all ranks are in the labels."
         yield _gauge("cache_config_info", told, (*RING, "block_size", "num_gpu_blocks"), [cache])
@@ -110,21 +110,23 @@ class RingCollector(Collector):
             [((*own, part), view.kv_evictions.get(part, 0)) for part in PARTS],
         )
         shared = view.kv_shared_tokens * view.kv_bytes_per_token
-        yield _gauge("kv_shared_bytes", "KV that sequences would need more if they shared none.", RING, [(own, shared)])
+        yield _gauge("kv_shared_bytes", "Bytes of KV that sharing between sequences saves.", RING, [(own, shared)])
 
         if status.role == "prefill":
             yield _gauge("prefill_waiting_work", "Work units that wait.", RING, [(own, status.waiting_work)])
-            yield _gauge("prefill_max_waiting_work", "Work units at most.", RING, [(own, status.max_waiting_work)])
+            most = "Most work units that may wait before the ring refuses more."
+            yield _gauge("prefill_max_waiting_work", most, RING, [(own, status.max_waiting_work)])
             yield _counter(
                 "prefill_layout_fallbacks",
-                "Pieces of steps that single ranks had no room for, by the layout that they got.",
+                "Pieces of steps that got another layout because a single rank lacked room, by that layout.",
                 (*RING, "reason"),
                 [((*own, reason), view.layout_fallbacks.get(reason, 0)) for reason in LayoutFallback],
             )
         if status.role == "decode":
             yield _counter("num_preemptions", "Turns preempted for older ones.", RING, [(own, status.num_preemptions)])
             served = [((*own, variant), float(variant == status.decode_variant)) for variant in DECODE_VARIANTS]
-            yield _gauge("ring_decode_variant", "1 for what served the latest decode step.", (*RING, "variant"), served)
+            told = "1 for the variant that computed the latest decode step, 0 for the others."
+            yield _gauge("ring_decode_variant", told, (*RING, "variant"), served)
 
     def _of_ranks(self, view: RingView) -> Iterator[Metric]:
         blocks = GaugeMetricFamily(
@@ -189,7 +191,7 @@ class RingCollector(Collector):
         eager = [((*rank, reason), float(count)) for rank, each in ranks for reason, count in each.eager_steps]
         yield _counter(
             "rank_eager_steps",
-            "Decode steps that were to be replayed from a recording and were computed, by the reason.",
+            "Decode steps that should have been replayed from a recording but were computed without one, by reason.",
             (*RANK, "reason"),
             eager,
         )

@@ -1,4 +1,4 @@
-"""Router metrics: plans, and the rings and conversations it knows."""
+"""Router metrics: plans, which the router's servicer counts, and the rings and conversations that the router knows."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ ROLES = ("prefill", "decode")
 class RouterView:
     """Current state of the router.
 
-    `rings` are (role, name, state) of all configured rings. `corrections` are (ring, algorithm, least work of such
-    turns, factor of later predictions). `prefix_tokens` are the tokens of new prompts that were looked up among earlier
-    ones, and those whose KV was found.
+    `rings` are (role, name, state) of all configured rings. `corrections` are (ring, algorithm, least work of the turns
+    that the correction is for, factor by which predictions for such turns are multiplied). `prefix_tokens` are two
+    counts: tokens of new prompts that were looked up among earlier prompts, and how many of them had KV.
     """
 
     conversations: int
@@ -50,7 +50,7 @@ class RouterView:
 
 
 class RouterMetrics:
-    """Series of the router process. `view` is called in `loop`."""
+    """Series of the router process. Each scrape calls `view` in `loop`, so that no state is half changed."""
 
     def __init__(self, selector: str, view: Callable[[], RouterView], loop: asyncio.AbstractEventLoop) -> None:
         registry = self.registry = new_registry("router")
@@ -77,7 +77,7 @@ class RouterMetrics:
         self._refusals = Counter("ringserve_router_refusals", "Turns that got no plan.", registry=registry)
         self._planning = Histogram(
             "ringserve_router_begin_turn_seconds",
-            "Request to plan, reservations on both rings included.",
+            "Time from a turn's request to its plan, including the reservations on both rings.",
             buckets=CONTROL,
             registry=registry,
         )

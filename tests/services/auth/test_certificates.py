@@ -53,7 +53,7 @@ SHOWN: dict[str, tuple[str, str, str, str]] = {
     "a name nobody has": ("x", PLAIN, "", "none given"),
     "another type of name": ("batch.acme.example", "URI:acme-batch", "", "none given"),
     "names of two tenants": ("acme-batch", "URI:spiffe://beta.example/web", "", "names more than one tenant"),
-    "another tenant's token": ("acme-batch", PLAIN, "b-token", "is another tenant's"),
+    "another tenant's token": ("acme-batch", PLAIN, "b-token", "belong to different tenants"),
     "a wrong token": ("acme-batch", PLAIN, "stolen", "not known"),
 }
 
@@ -156,7 +156,7 @@ def test_without_a_certificate_nothing_is_proven() -> None:
         ([{"email": "a@b"}], "certificates[0].email: no such key"),
         ([{"dns": 7}], "certificates[0].dns: must be a text"),
         ([{"uri": ""}], "certificates[0].uri: must be a text"),
-        ([{"dns": "A.b"}, {"dns": "a.B"}], "certificates[1].dns: is there twice"),
+        ([{"dns": "A.b"}, {"dns": "a.B"}], "certificates[1].dns: is given twice"),
     ],
 )
 def test_a_wrong_entry_is_named(tmp_path: Path, certificates: object, said: str) -> None:
@@ -171,7 +171,7 @@ def test_one_name_does_not_stand_for_two_tenants(tmp_path: Path) -> None:
     file = tmp_path / "tenants.yaml"
     entries = [{"name": name, "certificates": [{"common_name": "x"}]} for name in ("a", "b")]
     file.write_text(yaml.safe_dump({"tenants": entries}))
-    with pytest.raises(ConfigError, match=r"tenants\[1\].certificates\[0\].common_name: is there twice"):
+    with pytest.raises(ConfigError, match=r"tenants\[1\].certificates\[0\].common_name: is given twice"):
         TokenFile(file)
 
 
@@ -185,7 +185,7 @@ def test_certificates_that_no_door_asks_for_are_refused_before_anything_starts(
     tls = TlsConfig(cert=str(signed.cert), key=str(signed.key))
     for refused in (TlsConfig(), tls):
         with pytest.raises(
-            ConfigError, match=r"tenants\[0\].certificates: clients are not asked for certificates; give tls.client_ca"
+            ConfigError, match=r"tenants\[0\].certificates: clients are not asked for certificates; set tls.client_ca"
         ):
             Config(tls=refused, auth=auth).check_files()
     asking = TlsConfig(cert=tls.cert, key=tls.key, client_ca=str(authority.own.cert))

@@ -136,7 +136,7 @@ async def test_anothers_response_is_as_one_that_never_was(guarded: LocalGateway,
         ) as http:
             refused = [await RESPONSES[verb](http, name) for name in (first.id, "0".join(first.id.rsplit("1", 1)))]
         assert [each.status_code for each in refused] == [404, 404]
-        assert "is not held" in refused[0].text
+        assert "is not stored" in refused[0].text
         await acme.responses.create(**asked, input="y", previous_response_id=first.id)
 
 

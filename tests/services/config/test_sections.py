@@ -124,7 +124,7 @@ def test_paths_of_secrets_are_absolute_as_other_processes_read_them(monkeypatch:
         ),
         (
             {"kv_cache": {"block_tokens": 64, "tokens_per_rank": 63}},
-            "kv_cache.tokens_per_rank: 63 is not allowed; give a block of 64 or more",
+            "kv_cache.tokens_per_rank: 63 is not allowed; give at least one block, which is 64 tokens",
         ),
         (
             {"kv_cache": {"memory_fraction": 0.9}},

@@ -145,7 +145,7 @@ def test_an_algorithm_is_taken_by_its_name_and_chosen_where_there_is_none(reader
     assert reader.read(text_request(), None, NOBODYS).algorithm is None
     pass_q = text_request(algorithm=inference_pb2.ALGORITHM_PASS_Q)
     assert reader.read(pass_q, None, NOBODYS).algorithm is Algorithm.PASS_Q
-    with pytest.raises(InvalidRequest, match=r"algorithm: 99 is unknown; allowed are pass_kv, .*, or none"):
+    with pytest.raises(InvalidRequest, match=r"algorithm: 99 is unknown; allowed are pass_kv, .*; without it"):
         reader.read(text_request(algorithm=99), None, NOBODYS)
 
 
@@ -417,7 +417,7 @@ def test_a_bound_is_read_as_it_is_given_and_alone(reader: RequestReader) -> None
         ({"max_ttft": 0.0}, "max_ttft: 0 is not allowed; give seconds above 0"),
         (
             {"max_loss": 0.1, "algorithm": inference_pb2.ALGORITHM_PASS_Q},
-            "algorithm: ALGORITHM_PASS_Q is exact; with max_loss",
+            "algorithm: ALGORITHM_PASS_Q is always exact; with max_loss",
         ),
     ):
         with pytest.raises(InvalidRequest, match=said):

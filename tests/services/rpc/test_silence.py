@@ -48,8 +48,8 @@ class CountedSilence(Silence):
         super().__init__(call, seconds)
         self.heartbeat = asyncio.Event()
 
-    def end(self) -> None:
-        super().end()
+    def note_event(self) -> None:
+        super().note_event()
         self.heartbeat.set()
 
 

@@ -316,7 +316,7 @@ async def test_a_link_leads_to_the_page_and_a_foreign_name_to_nothing(http: http
     assert (await http.get("/", headers=link)).status_code == 200
     for path in ("/", "/v1/models", "/v1/service", "/metrics", "/openapi.json"):
         refused = await http.get(path, headers={"host": "evil.example"})
-        assert "Host: 'evil.example' is no name of this gateway" in said(refused, 403)
+        assert "Host: 'evil.example' is not a name of this gateway" in said(refused, 403)
 
 
 async def test_tokens_or_configuration_open_a_gateway_to_other_names_and_origins(

@@ -246,7 +246,7 @@ async def test_a_request_whose_headers_have_come_has_its_time(
 async def test_connections_beyond_the_limit_are_closed_and_told_once(
     gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(server, "count_connections", lambda: 3)
+    monkeypatch.setattr(server, "max_connections", lambda: 3)
     limited = HttpServer(app.HttpApi(gateway.servicer, MODEL, gateway.service.model).app)
     address = await limited.start("127.0.0.1:0")
     async with asyncio.timeout(WAIT_SECONDS):
@@ -275,7 +275,7 @@ async def test_connections_beyond_the_limit_are_closed_and_told_once(
 async def test_an_address_never_takes_the_last_connections_of_others(
     gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(server, "count_connections", lambda: 8)
+    monkeypatch.setattr(server, "max_connections", lambda: 8)
     limited = HttpServer(app.HttpApi(gateway.servicer, MODEL, gateway.service.model).app)
     host, _, port = (await limited.start("127.0.0.1:0")).rpartition(":")
     writers = []
@@ -375,7 +375,7 @@ async def test_a_server_without_a_free_descriptor_closes_connections_and_tells_i
 async def test_connections_in_their_tls_handshake_count(
     gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch, authority: Authority
 ) -> None:
-    monkeypatch.setattr(server, "count_connections", lambda: 3)
+    monkeypatch.setattr(server, "max_connections", lambda: 3)
     signed = authority.sign("gateway")
     context = ServerTls(cert=str(signed.cert), key=str(signed.key)).http_context()
     limited = HttpServer(app.HttpApi(gateway.servicer, MODEL, gateway.service.model).app, context)
@@ -415,8 +415,9 @@ async def test_paths_of_other_services_are_refused_in_one_sentence(http: httpx2.
     others = "is not served: this service answers chats, completions and responses"
     for path in ("/v1/embeddings", "/v1/audio/speech", "/rerank"):
         assert refusal(await http.post(path, json={"model": MODEL, "input": "Once"}), 404) == f"{path} {others}"
-    told = "/v1/responses/resp_1/input_items is not served: the service keeps a response, not what it was asked"
-    assert refusal(await http.get("/v1/responses/resp_1/input_items"), 404) == told
+    told = "is not served: the service keeps responses, but not the input of their requests"
+    path = "/v1/responses/resp_1/input_items"
+    assert refusal(await http.get(path), 404) == f"{path} {told}"
 
 
 async def test_an_error_of_our_own_shows_nothing_of_its_inside(

@@ -187,7 +187,7 @@ def refusal(model: type[Fields], fields: dict[str, Any]) -> dict[str, Any]:
             CompletionRequest,
             {"prompt": "\ud800"},
             "prompt",
-            "'\\ud800' is not allowed; give text without half a surrogate pair or a list",
+            "'\\ud800' is not allowed; give valid Unicode text, without a lone surrogate or a list",
         ),
         # Unknown fields.
         (CompletionRequest, {"magic": 1}, "magic", UNKNOWN),
@@ -251,7 +251,7 @@ def test_a_field_is_refused_with_its_path_its_value_and_what_is_allowed(
 
 
 def test_names_of_fields_are_text_and_bodies_are_objects() -> None:
-    assert "give text without half a surrogate pair" in refusal(CompletionRequest, {"\ud800": 1})["message"]
+    assert "give valid Unicode text, without a lone surrogate" in refusal(CompletionRequest, {"\ud800": 1})["message"]
     with pytest.raises(InvalidRequest, match="the body must be a JSON object"):
         HttpRequestReader(MODEL).completion([])
     assert "5002 fields are too many" in refusal(CompletionRequest, dict.fromkeys(map(str, range(5000))))["message"]

@@ -91,7 +91,7 @@ async def test_what_is_not_stored_leaves_no_conversation_and_is_not_followed(gat
         assert aside.usage.input_tokens_details.cached_tokens > 0
         assert gateway.service.router.num_conversations == 1
         for response in (lone, aside):
-            with pytest.raises(openai.NotFoundError, match=f"response '{response.id}' is not held"):
+            with pytest.raises(openai.NotFoundError, match=f"response '{response.id}' is not stored"):
                 await client.responses.create(**ASKED, input="So?", previous_response_id=response.id)
 
 
@@ -100,7 +100,7 @@ async def test_a_deleted_response_is_not_held_any_more(gateway: LocalGateway) ->
         first = await client.responses.create(**ASKED, input="Hi")
         await client.responses.delete(first.id)
         assert gateway.service.router.num_conversations == 0
-        with pytest.raises(openai.NotFoundError, match="is not held, or no longer; send the history in input"):
+        with pytest.raises(openai.NotFoundError, match="is no longer stored; send the history in input"):
             await client.responses.create(**ASKED, input="And?", previous_response_id=first.id)
         with pytest.raises(openai.NotFoundError):
             await client.responses.delete(first.id)
@@ -119,12 +119,12 @@ async def test_an_answer_is_fetched_again_as_it_was_until_it_is_deleted(gateway:
             assert (await client.responses.retrieve(answer.id)).to_dict() == answer.to_dict()
         unstored = await client.responses.create(**ASKED, input="Hi", store=False)
         for response_id in (unstored.id, first.id.removesuffix("1") + "9"):
-            with pytest.raises(openai.NotFoundError, match="is not held, or no longer"):
+            with pytest.raises(openai.NotFoundError, match="is not stored, or is no longer stored"):
                 await client.responses.retrieve(response_id)
-        with pytest.raises(openai.BadRequestError, match="stream: an answer that is kept is whole"):
+        with pytest.raises(openai.BadRequestError, match="stream: a kept answer is sent only as a whole"):
             await client.get(f"/responses/{first.id}?stream=true", cast_to=object)
         await client.responses.delete(first.id)
-        with pytest.raises(openai.NotFoundError, match="is not held, or no longer"):
+        with pytest.raises(openai.NotFoundError, match="is not stored, or is no longer stored"):
             await client.responses.retrieve(first.id)
 
 
@@ -149,7 +149,7 @@ async def test_an_answer_that_did_not_end_is_followed_by_none(gateway: LocalGate
     async with gateway.openai() as client:
         first = await client.responses.create(**ASKED, input="Hi")
         unborn = first.id.removesuffix("1") + "2"
-        with pytest.raises(openai.NotFoundError, match=f"'{unborn}' is not held"):
+        with pytest.raises(openai.NotFoundError, match=f"'{unborn}' is not stored"):
             await client.responses.create(**ASKED, input="And?", previous_response_id=unborn)
 
 

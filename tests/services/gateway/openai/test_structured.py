@@ -125,7 +125,7 @@ async def test_this_projects_client_asks_over_grpc(gateway: LocalGateway) -> Non
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "objct"}}}},
             "json_schema",
-            "it is no valid grammar: Invalid type: objct",
+            "it is not a valid grammar: Invalid type: objct",
         ),
         ({"structured_outputs": {"choice": []}}, "choice", "0 choices are given; allowed are 1 to 4096"),
         ({"structured_outputs": {"regex": "["}}, "regex", "unclosed character class"),

@@ -189,7 +189,7 @@ def test_arguments_have_no_properties_that_their_schema_does_not_name() -> None:
         (
             {"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"not": {}}}}]},
             "tools",
-            "it is no valid grammar: ",
+            "it is not a valid grammar: ",
         ),
         ({"tools": TOOLS, "structured_outputs": {"regex": "a"}}, "structured_outputs", "regex is not allowed with"),
     ],
