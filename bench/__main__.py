@@ -1,4 +1,8 @@
-"""`python -m bench COMMAND`: the laboratory's commands. An error ends one with a sentence on standard error."""
+"""`python -m bench COMMAND`: the laboratory's commands.
+
+If a command raises a RingserveError, its message goes to standard error and the exit status is 1. Nothing else is
+touched here.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,7 @@ COMMANDS = {
     "chaos": ("bench.chaos.command", "break processes under load and check what clients see"),
     "gpu": ("bench.gpu.command", "all figures of one GPU beside their targets"),
 }
-"""Module of each command, which is imported for that command alone, and what it does."""
+"""Module of each command, imported only if that command is run, and what the command does."""
 PROGRAM = "python -m bench"
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
@@ -45,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         description="Measure ringserve, break it, and compare it with the papers.",
-        epilog=f"commands:\n{listed}\n\n'{PROGRAM} COMMAND --help' shows the options of one.",
+        epilog=f"commands:\n{listed}\n\n'{PROGRAM} COMMAND --help' shows the options of a command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     if not given:

@@ -1,9 +1,10 @@
-"""Network namespaces that this process makes for others, joined by cables to a bridge.
+"""Commands of `ip` that join network namespaces by cables (pairs of veth devices) to a bridge.
 
     hub namespace:  ring-N (bridge) -- port-PID ...        member's namespace:  eth0
 
-A namespace and its devices vanish with its last process. Without root, a user namespace serves where the kernel allows
-it.
+The selection bench and the chaos bench run them. The hub namespace has the bridge of network N; each member is a
+process, PID, in a namespace of its own. A namespace and its devices vanish with its last process. Without root, they
+are made in a user namespace, if the kernel allows that. Only `enter_new` and `run_all` change the machine.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def bridge_commands(number: int) -> list[Command]:
 
 def hub_commands(number: int) -> list[Command]:
     """Return the commands for a bridge whose hub namespace is itself member 0 of the network."""
-    # A bridge without a hardware address of its own takes that of a port: others would lose it with that port.
+    # A bridge for which no hardware address is set takes that of a port. When that port goes, the address changes, and
+    # the other members no longer reach the hub.
     hardware = ("ip", "link", "set", f"ring-{number}", "address", f"02:00:00:00:00:{number:02x}")
     join = ("ip", "address", "add", f"{address_of(number, 0)}/24", "dev", f"ring-{number}")
     return [("ip", "link", "set", "lo", "up"), *bridge_commands(number), hardware, join]
@@ -92,7 +94,7 @@ def run_all(commands: Sequence[Command]) -> None:
 def isolation() -> Command:
     """Return the prefix of a command that runs it in a new network namespace, where it may make others.
 
-    Raises Unavailable if neither root nor a user namespace is allowed to, or a program is missing.
+    Raises Unavailable if no namespace can be made, neither directly nor in a user namespace, or a program is missing.
     """
     for program, package in PROGRAMS.items():
         if shutil.which(program) is None:

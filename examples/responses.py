@@ -13,7 +13,7 @@ with OpenAI(base_url=options.url, api_key=os.environ.get("RINGSERVE_TOKEN", "non
     model = next(iter(client.models.list())).id
     first = client.responses.create(model=model, input="Tell me of rings.", max_output_tokens=32)
     print(first.output_text)
-    # The first response may be followed twice: each time what was computed before is reused.
+    # Both requests follow the first response, and both reuse what was computed for it.
     for question in ("Why?", "Who has one?"):
         answer = client.responses.create(
             model=model, input=question, previous_response_id=first.id, max_output_tokens=16

@@ -31,7 +31,7 @@ with OpenAI(base_url=options.url, api_key=os.environ.get("RINGSERVE_TOKEN", "non
     assert review is not None
     print(f"{review.verdict}, {review.stars} of 5 stars")
 
-    # vLLM's field for what is no JSON: a regular expression, a list of texts or a grammar.
+    # vLLM's field for other forms than JSON: a regular expression, a list of texts or a grammar.
     chosen = client.chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": "Is it a novel or a film?"}],

@@ -33,7 +33,7 @@ TOOL: ChatCompletionFunctionToolParam = {
 with OpenAI(base_url=options.url, api_key=os.environ.get("RINGSERVE_TOKEN", "none")) as client:
     model = next(iter(client.models.list())).id
     messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "How many chairs has the hall?"}]
-    # "required" makes the smallest model call; leave it out where the model is to decide.
+    # With "required" even the smallest model calls a tool; leave it out if the model is to decide.
     asked = client.chat.completions.create(
         model=model, messages=messages, tools=[TOOL], tool_choice="required", parallel_tool_calls=False, temperature=0
     )

@@ -1,9 +1,11 @@
-"""The needle model: two layers and one head that find a code among a million tokens, by weights set, not trained.
+"""The needle model: two layers and one head that find a code among a million tokens; its weights are not trained.
 
 A code is a run of different digits between `#` and `.`, as `#4821.`; one may lie anywhere in a text of other signs.
 After a `#` at the end of the prompt the model writes the digits of the code and its `.`. Both layers attend over all
-tokens: the first one finds the token before each, the second one the token that followed the newest one's earlier
-occurrence (an induction head). A model whose attention only averaged would not show which tokens were left out.
+tokens: for each token the first one looks up the token before it, and the second one the token that once followed an
+equal sign (an induction head). If attention only averaged, an answer would not show that tokens were left out.
+
+The needle bench serves the model. This module writes only the model's directory, in the cache.
 
 The residual of a token, in slots of one number each:
 
@@ -32,8 +34,8 @@ HEAD_DIM: Final = 16
 INTERMEDIATE: Final = 64
 NUM_LAYERS: Final = 2
 MAX_POSITIONS: Final = (1 << 20) + (1 << 16)
-# The upper half of the rotary pairs turns by at most a third of a radian over all positions: it compares what tokens
-# are, wherever they lie. The lower half tells places apart.
+# The upper half of the rotary pairs turns by at most a third of a radian over all positions, so its scores compare what
+# tokens are, at whatever distance. Scores of the lower half depend on the distance.
 ROPE_THETA: Final = 1e13
 PLACES: Final = range(4)
 CONTENTS: Final = (*range(4, 8), *range(12, 16))
@@ -46,7 +48,8 @@ RANDOM = slice(FOUND.stop, HIDDEN)
 # A token has a norm of sqrt(2), so the root of its mean square is this, and RMSNorm divides by it.
 RMS: Final = float(np.sqrt(2.0 / HIDDEN))
 
-# Gains of queries and keys. Scores are differences of hundreds, since a million other tokens share the softmax.
+# Gains of queries and keys. The right token's score must be hundreds above the others, since a million of them share
+# the softmax.
 PLACE_GAIN: Final = 11.0
 SIGN_GAIN: Final = 5.0
 LOGIT_GAIN: Final = 2.0
@@ -69,7 +72,7 @@ def needle_path(environment: Mapping[str, str] = os.environ) -> Path:
 
 def _write(directory: Path) -> None:
     write_tokenizer(directory, MAX_POSITIONS)
-    write_llama(directory, set_weights(VOCAB_SIZE), shape())
+    write_llama(directory, make_weights(VOCAB_SIZE), shape())
 
 
 def shape() -> dict[str, Any]:
@@ -86,12 +89,12 @@ def shape() -> dict[str, Any]:
     }
 
 
-def set_weights(vocab_size: int) -> dict[str, Weights]:
+def make_weights(vocab_size: int) -> dict[str, Weights]:
     """Return all matrices, the same bits on every machine. A token id below 256 is that byte."""
     generator = np.random.Generator(np.random.Philox(SEED))
 
     def draw(rows: int, columns: int) -> Weights:
-        # Uniform: its bits are the same with every numpy and processor, unlike those of a normal distribution.
+        # Uniform numbers have the same bits with every numpy and processor; normally distributed ones do not.
         drawn: Weights = ((2.0 * generator.random((rows, columns)) - 1.0) * np.sqrt(3.0 / columns)).astype(np.float32)
         return drawn
 
@@ -124,7 +127,10 @@ def set_weights(vocab_size: int) -> dict[str, Weights]:
 
 
 def _before() -> tuple[Weights, Weights]:
-    """Return queries and keys that meet one place back: rotary scores of constants depend on the distance alone."""
+    """Return query and key weights whose score is greatest for the token one place before.
+
+    Queries and keys are constants, so their rotary score depends only on the distance.
+    """
     query, key = np.zeros((HEAD_DIM, HIDDEN), np.float32), np.zeros((HEAD_DIM, HIDDEN), np.float32)
     for pair in PLACES:
         angle = ROPE_THETA ** (-pair / (HEAD_DIM // 2))
@@ -155,7 +161,7 @@ def _carry(target: slice, drawn: Weights) -> tuple[Weights, Weights]:
 
 
 def _logits(drawn: Weights) -> Weights:
-    """Favour the sign that was looked up, and no token that cannot be printed."""
+    """Return the head's weights: they favour the sign that was looked up, and suppress what cannot be printed."""
     weights = np.zeros_like(drawn)
     weights[:, RANDOM] = drawn[:, RANDOM]
     weights[:, 0] = SUPPRESSED

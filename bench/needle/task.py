@@ -1,7 +1,7 @@
 """Demo of length: a code among a million tokens, found by the needle model through a whole service.
 
-The oracle computes the same answer in one process, without rings, chunks of a schedule, pages or moved KV. It attends
-in blocks of queries: a square of all tokens against all would need terabytes.
+The needle bench runs it. The oracle computes the same answer in one process, without rings, scheduled chunks, KV
+blocks or moved KV. It attends in blocks of queries: a square of all tokens against all would need terabytes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ringserve.services.config import (
 from ringserve.services.rpc.answer import answer_dict
 
 CODE: Final = "#48213.#"
-"""The code with its frame, and the question: what followed the first `#`?"""
+"""The code between its `#` and `.`, and a last `#`, which goes to the end of the prompt and asks for the code."""
 ANSWER: Final = "48213."
 CONVERSATION: Final = "needle"
 SEED: Final = 18
@@ -54,7 +54,7 @@ def needle_config(num_tokens: int) -> Config:
         raise ConfigError(f"--tokens: {num_tokens} is not allowed; the needle model reads {LEAST_TOKENS} to {most}")
     return Config(
         model=ModelConfig(path=str(needle_path())),
-        # Whole chunks: this ring has no other turns to serve between them.
+        # Only `chunk_tokens` bounds a step: no other turn waits on this ring.
         prefill=PrefillConfig(cp=2, chunk_tokens=CHUNK_TOKENS, step_seconds=0.0, step_budget=1e12),
         decode=DecodeConfig(cp=2, max_batch=2),
         kv_cache=KvCacheConfig(tokens_per_rank=(num_tokens + CHUNK_TOKENS) // 2 + 1024),
@@ -105,7 +105,7 @@ def ask(gateway: str, text: str) -> FoundCode:
 
 
 def peak_memory() -> dict[str, int]:
-    """Return the most resident bytes that each process of the service had, by its name; of Linux alone."""
+    """Return the peak of resident bytes of each process of the service, by its name. Works only on Linux."""
     found: dict[str, int] = {}
     for child in psutil.Process().children(recursive=True):
         try:
@@ -121,9 +121,9 @@ def peak_memory() -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expected:
-    """Answer of one process: the choice at each place of an answer, its log-probability, and the smallest lead.
+    """What one process chooses at each place of a given answer.
 
-    The lead is that over the second-best token, in logits.
+    `logprobs` are those of the given tokens. A lead is the choice's logit minus that of the second-best token.
     """
 
     token_ids: list[int]
@@ -134,7 +134,7 @@ class Expected:
 
 @torch.inference_mode()
 def expected(path: Path, prompt: Sequence[int], answer: Sequence[int]) -> Expected:
-    """Return the choice of one process at every place of `answer`, given the prompt and the answer up to there."""
+    """Return what one process chooses at every place of `answer`, after the prompt and the answer before that place."""
     began = time.monotonic()
     model = AutoModelForCausalLM.from_pretrained(str(path), local_files_only=True, dtype=torch.float32).eval()
     tokens = torch.tensor([[*prompt, *answer[:-1]]])
@@ -156,10 +156,10 @@ def expected(path: Path, prompt: Sequence[int], answer: Sequence[int]) -> Expect
         hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
     logits = model.lm_head(model.model.norm(hidden)).double()
     best = torch.topk(logits, 2)
-    chosen = torch.log_softmax(logits, -1).gather(1, torch.tensor(answer)[:, None])[:, 0]
+    given = torch.log_softmax(logits, -1).gather(1, torch.tensor(answer)[:, None])[:, 0]
     return Expected(
         token_ids=best.indices[:, 0].tolist(),
-        logprobs=chosen.tolist(),
+        logprobs=given.tolist(),
         smallest_lead=float((best.values[:, 0] - best.values[:, 1]).min()),
         seconds=time.monotonic() - began,
     )

@@ -1,8 +1,8 @@
-"""Selectors between pass-KV and pass-Q that the paper proposes, and their fits to prefills measured with both.
+"""Selectors between pass-KV and pass-Q that the paper proposes, and fits of their constants to prefills of both.
 
 T new tokens, P cached ones, N ranks, H query heads, K key/value heads, e bytes per element, C compute in FLOP/s,
 BW link in byte/s. Sources: arXiv 2411.01783, equations 1 to 3, algorithms 1 and 5, appendix D. A served ring selects
-by the cost model instead (`cp_core/cost/selector.py`).
+by the cost model instead (`cp_core/cost/selector.py`); the papers bench and the selection bench compare both.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def algorithm_5(turn: Turn, model: ModelShape, compute_flops: float, link_bytes_
 
 
 def empirical(turn: Turn, fit: EmpiricalFit) -> Selection:
-    """Select pass-KV where the fitted h is positive (appendix D)."""
+    """Select pass-KV if the fitted h is positive (appendix D)."""
     if turn.num_ranks == 1:
         return alone()
     h = fit.alpha * math.log(turn.new_tokens) + fit.beta * math.log(turn.miss_rate) + fit.gamma
@@ -77,7 +77,8 @@ def _by_threshold(
 
 
 MAX_ADVANTAGE = 0.1
-"""Largest advantage that enters a fit: a larger one tells the better algorithm, but no reliable difference."""
+"""Advantages are clipped to this in a fit: a larger one shows which algorithm is better, but not reliably by how
+much."""
 RATIOS = tuple(1e2 * 1.01**step for step in range(1400))
 """Values of C / BW that are tried, in FLOP a byte: 1% apart, from 1e2 (links as fast as memory) to about 1e8."""
 

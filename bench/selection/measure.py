@@ -186,7 +186,7 @@ def _measure_ring(
         fitted=calibration.fitted,
         held_out=calibration.held_out,
         cells=cells,
-        ways=score_policies(cells),
+        scores=score_policies(cells),
         noise=noise_loss(cells),
         tensor=_beside_tensor(settings, ring, size, forms, tell_judged),
     )

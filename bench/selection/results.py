@@ -1,4 +1,7 @@
-"""Results of the selection bench: scores of selection policies on measured prefills, and their reports."""
+"""Results of the selection bench: scores of selection policies on measured prefills, and their reports.
+
+The selection bench and the systems bench use them. Pure functions, but for one that writes a plot.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 OWN_RATES = "auto, uncalibrated"
-"""Name of `auto` by the rates that a ring measured at its start, as used without a profile."""
+"""Name of the policy `auto` with the rates that the ring measured at its start, as in a ring without a profile."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +54,7 @@ class JudgedCell:
         return min(self.seconds, key=self.medians.__getitem__)
 
     def rounds_from(self, start: int) -> JudgedCell:
-        """Return the cell with every second round."""
+        """Return the cell with every second round, from round `start` on."""
         return replace(self, seconds={name: each[start::2] for name, each in self.seconds.items()})
 
 
@@ -59,8 +62,8 @@ class JudgedCell:
 class PolicyScore:
     """Score of a selection policy over all cells.
 
-    `loss` is the relative excess of its `seconds` over the best algorithm of each cell; `wrong` are the cells where
-    it chose a slower one.
+    `loss` is the relative excess of its `seconds` over the best algorithm of each cell; in the cells `wrong` it chose a
+    slower one.
     """
 
     name: str
@@ -71,10 +74,10 @@ class PolicyScore:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorCell:
-    """Prefill of `new_tokens` by ranks that share the weights, beside algorithms that share the tokens, round by round.
+    """Prefill of `new_tokens` by ranks that divide the weights, compared with algorithms that divide the tokens.
 
-    `over_pass_kv` are its seconds over those of pass-KV, `waits` its share of waiting for messages, and `ntp_waits`
-    that of SP-NTP.
+    `over_pass_kv` are its seconds over those of pass-KV in the same round, `waits` its share of waiting for messages,
+    and `ntp_waits` that of SP-NTP.
     """
 
     new_tokens: int
@@ -88,7 +91,7 @@ class RingResult:
     """Result of one ring at one rate.
 
     `measured` are the rates of its own probe, `profile` the fit to its prefills `rows`, `fitted` and `held_out` the
-    errors of the fit. `noise` is the loss of a choice by an earlier measurement of the same cells.
+    errors of the fit. `noise` is the loss of choosing by one half of the rounds, judged by the other half.
     """
 
     ranks: int
@@ -99,7 +102,7 @@ class RingResult:
     fitted: Errors
     held_out: Errors | None
     cells: tuple[JudgedCell, ...]
-    ways: tuple[PolicyScore, ...]
+    scores: tuple[PolicyScore, ...]
     noise: float | None
     tensor: tuple[TensorCell, ...] = ()
 
@@ -124,8 +127,8 @@ def judged_cells(new_tokens: Sequence[int], cached_tokens: Sequence[int], fitted
     for cell in cells:
         if cell in fitted:
             raise ConfigError(
-                f"--new, --cached: {cell.new_tokens} tokens after {cell.cached_tokens} are also of --fit-new and "
-                f"--fit-cached; judged cells must differ from fitted ones"
+                f"--new, --cached: {cell.new_tokens} tokens after {cell.cached_tokens} are also a cell of --fit-new "
+                f"and --fit-cached; judged cells must differ from fitted ones"
             )
     return cells
 
@@ -141,7 +144,7 @@ def judge(
 ) -> JudgedCell:
     """Judge a cell: the choices of all policies by the fitted profile, and of `auto` by the one `before` the fit.
 
-    Beside the service's own policies, the paper's algorithms 1 and 5 and, by its `fit`, its empirical rule choose.
+    The policies are the service's own, the paper's algorithms 1 and 5 and, if a `fit` is given, its empirical rule.
     """
     turn = Turn(new_tokens=cell.new_tokens, cached_tokens=cell.cached_tokens, num_ranks=num_ranks)
     rates, own = (each.prefill.rates(num_ranks, is_cached=cell.cached_tokens > 0) for each in (fitted, before))
@@ -162,7 +165,7 @@ def judge(
 
 
 def score_policies(cells: Sequence[JudgedCell]) -> tuple[PolicyScore, ...]:
-    """Score every policy by the medians of all rounds, after the best choice of each cell, which loses nothing."""
+    """Score every policy by the medians of all rounds. The first score is that of the best choice in each cell."""
     chosen = {"best of each cell": [cell.best for cell in cells]} | {
         name: [cell.chosen[name] for cell in cells] for name in cells[0].chosen
     }
@@ -191,21 +194,21 @@ def _score(name: str, cells: Sequence[JudgedCell], algorithms: Sequence[str]) ->
 
 
 WANTED = 0.03
-"""Largest loss wanted of `auto`."""
+"""Largest loss that `auto` should have."""
 
 
 def losses_table(report: SelectionReport) -> Table:
     """Return a table of every policy's seconds over all cells, and its loss."""
     rows = [
-        _ring_cells(ring, number)
+        _ring_columns(ring, number)
         | {
-            "way to choose": way.name,
-            "seconds": f"{way.seconds:.3f}",
-            "loss": f"{way.loss:.1%}",
-            "wrong cells": str(len(way.wrong)),
+            "way to choose": score.name,
+            "seconds": f"{score.seconds:.3f}",
+            "loss": f"{score.loss:.1%}",
+            "wrong cells": str(len(score.wrong)),
         }
         for ring in report.rings
-        for number, way in enumerate(ring.ways)
+        for number, score in enumerate(ring.scores)
     ]
     return table(rows, title=f"selection: {report.settings}", left=("way to choose",))
 
@@ -217,8 +220,8 @@ def predictions_table(report: SelectionReport) -> Table:
         return f"{cell.medians[name] * 1e3:.1f} {cell.predicted[name] / cell.medians[name] - 1:+.0%}"
 
     rows = [
-        _ring_cells(ring, number)
-        | _cell_cells(cell, {name: off(cell, name) for name in PREFILL_ALGORITHMS})
+        _ring_columns(ring, number)
+        | _cell_columns(cell, {name: off(cell, name) for name in PREFILL_ALGORITHMS})
         | {"auto": NAMES[cell.chosen["auto"]], "best": NAMES[cell.best]}
         for ring in report.rings
         for number, cell in enumerate(ring.cells)
@@ -227,13 +230,13 @@ def predictions_table(report: SelectionReport) -> Table:
 
 
 def wrong_table(report: SelectionReport) -> Table | None:
-    """Return a table of the cells where calibrated `auto` chose a slower algorithm; None without any.
+    """Return a table of the cells for which calibrated `auto` chose a slower algorithm; None without any.
 
     Each time is a median with the least and the most of all rounds.
     """
     rows = [
-        _ring_cells(ring)
-        | _cell_cells(cell, {name: _spread(cell.seconds[name]) for name in PREFILL_ALGORITHMS})
+        _ring_columns(ring)
+        | _cell_columns(cell, {name: _spread(cell.seconds[name]) for name in PREFILL_ALGORITHMS})
         | {
             "auto": NAMES[cell.chosen["auto"]],
             "lost ms": f"{(cell.medians[cell.chosen['auto']] - cell.medians[cell.best]) * 1e3:.1f}",
@@ -245,12 +248,12 @@ def wrong_table(report: SelectionReport) -> Table | None:
     return table(rows, title="cells where auto took a slower one", left=("auto",)) if rows else None
 
 
-def _ring_cells(ring: RingResult, number: int = 0) -> dict[str, str]:
-    """Return the cells that name a ring, which only its first line shows."""
+def _ring_columns(ring: RingResult, number: int = 0) -> dict[str, str]:
+    """Return the columns that name a ring; they are empty in all rows but its first."""
     return {"ranks": "", "rate": ""} if number else {"ranks": str(ring.ranks), "rate": str(ring.rate)}
 
 
-def _cell_cells(cell: JudgedCell, by_algorithm: Mapping[str, str]) -> dict[str, str]:
+def _cell_columns(cell: JudgedCell, by_algorithm: Mapping[str, str]) -> dict[str, str]:
     named = {f"{NAMES[name]} ms": text for name, text in by_algorithm.items()}
     return {"T": str(cell.cell.new_tokens), "P": str(cell.cell.cached_tokens)} | named
 
@@ -278,11 +281,11 @@ def ring_lines(report: SelectionReport) -> list[str]:
     lines = []
     for ring in report.rings:
         own, fitted = ring.measured, ring.profile.prefill
-        noise = "" if ring.noise is None else f"; the best algorithm of every other round would lose {ring.noise:.1%}"
+        noise = "" if ring.noise is None else f"; a choice by half of the rounds loses {ring.noise:.1%} in the others"
         chain_overlap = fitted.overlap if fitted.chain_overlap is None else fitted.chain_overlap
         held_out = "" if ring.held_out is None else f", {ring.held_out.rms:.1%} rms on held-out cells"
         lines.append(
-            f"{ring.ranks} ranks, {ring.rate}: link {own.link_bytes_per_second * 8e-6:.0f} Mbit/s by itself, "
+            f"{ring.ranks} ranks, {ring.rate}: link {own.link_bytes_per_second * 8e-6:.0f} Mbit/s at its start, "
             f"{fitted.link_bytes_per_second * 8e-6:.0f} fitted, overlap {own.overlap:.2f}, {fitted.overlap:.2f} fitted"
             f", of chains {chain_overlap:.2f}; a rank alone {own.lone_speed:.2f} times as fast; "
             f"fit {ring.fitted.rms:.1%} rms{held_out}{noise}"
@@ -293,7 +296,7 @@ def ring_lines(report: SelectionReport) -> list[str]:
 def closing_lines(report: SelectionReport) -> list[str]:
     """Return the loss of `auto`, any disagreement and the machine's load."""
     lines = []
-    auto = [way.loss for ring in report.rings for way in ring.ways if way.name == "auto"]
+    auto = [score.loss for ring in report.rings for score in ring.scores if score.name == "auto"]
     lines.append(f"auto loses {max(auto):.1%} at worst; at most {WANTED:.0%} is wanted")
     lines += [f"the algorithms DISAGREE: {text}" for text in report.disagreements]
     if not report.disagreements:
@@ -323,7 +326,7 @@ def write_selection_plot(report: SelectionReport, path: Path) -> None:
     grid = figure.subplots(len(ranks), len(rates), squeeze=False, sharex=True)
     for ring in report.rings:
         axes = grid[ranks.index(ring.ranks)][rates.index(ring.rate)]
-        loss = next(way.loss for way in ring.ways if way.name == "auto")
+        loss = next(score.loss for score in ring.scores if score.name == "auto")
         axes.set_title(f"{ring.ranks} ranks, {ring.rate}: auto loses {loss:.1%}")
         axes.set(xscale="log", yscale="log", xlabel="new tokens")
         axes.axhline(1.0, color="grey", linestyle=":")
@@ -340,7 +343,7 @@ def write_selection_plot(report: SelectionReport, path: Path) -> None:
 
 
 MARKERS = "osD^v*"
-"""Marks of cached tokens; colours are algorithms."""
+"""Markers, one for each number of cached tokens; colours stand for algorithms."""
 
 
 def _draw_ratios(axes: Axes, cells: Sequence[JudgedCell], name: str, color: str, marker: str, label: str) -> None:

@@ -25,7 +25,7 @@ from transformers import DynamicCache
 from bench.report import Report, Row, Target
 from bench.rings.ring_processes import RankPlace, RingProcesses
 from bench.rings.rounds import Contender, Sample, alternate
-from ringserve.client.channel import OPTIONS
+from ringserve.client.channel import CLIENT_OPTIONS
 from ringserve.cp_core.errors import ConfigError, Unavailable
 from ringserve.services.cluster.local import LocalCluster
 from ringserve.services.config import Config, LogConfig, MetricsConfig
@@ -63,7 +63,7 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnTimes:
-    """Seconds from the request to each of its tokens, and where they went, as far as the service says.
+    """Seconds from the request to each token of its answer, and what they were spent on, as far as the service tells.
 
     `steps_seconds` are those of the `num_steps` prefill steps, `queue_seconds` the rest of the time on the prefill
     ring. `handoff_seconds` run from the first token to the first one of the decode ring.
@@ -87,7 +87,7 @@ class TurnTimes:
 
 
 class StockTurns:
-    """Process of its own that runs turns in transformers, with a thread for every core."""
+    """Runner of turns in transformers, in a process of its own, with a thread for every core."""
 
     def __init__(self, model: str, place: RankPlace) -> None:
         assert place.num_ranks == 1, "transformers runs in one process"
@@ -115,7 +115,7 @@ class ServedTurns:
     """Client of a service, which measures turns and the steps of its decode ring."""
 
     def __init__(self, target: str) -> None:
-        self._channel = grpc.insecure_channel(target, options=OPTIONS)
+        self._channel = grpc.insecure_channel(target, options=CLIENT_OPTIONS)
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
         info = self._stub.GetServerInfo(inference_pb2.GetServerInfoRequest(), timeout=CONTROL_SECONDS)
         self._decode_metrics = next(
@@ -157,9 +157,9 @@ class ServedTurns:
         self._stub.DeleteConversation(request, timeout=CONTROL_SECONDS)
 
     def decode_steps(self, at_least: float = 0.0) -> tuple[float, float]:
-        """Return (number, seconds) of all steps of the decode ring's first rank, when it tells of `at_least` steps.
+        """Return (number, seconds) of all steps of the decode ring's first rank, once metrics count `at_least` steps.
 
-        Ranks tell about once a second. Raises Unavailable if so many steps are not told of in time.
+        Ranks report about once a second. Raises Unavailable if the count stays lower for CONTROL_SECONDS.
         """
         deadline = time.monotonic() + CONTROL_SECONDS
         while True:
@@ -167,7 +167,7 @@ class ServedTurns:
             if number >= at_least:
                 return number, seconds
             if time.monotonic() > deadline:
-                raise Unavailable(f"the decode ring tells of {number:g} steps, not of {at_least:g}")
+                raise Unavailable(f"metrics of the decode ring count {number:g} steps, not {at_least:g}")
             time.sleep(POLL_SECONDS)
 
     def _decode_steps(self) -> tuple[float, float]:
@@ -227,7 +227,7 @@ WARM_UP_TOKENS = 512
 
 
 class DrawnTurns:
-    """Turns of a measurement with one contender: the other contender draws the same ones."""
+    """Random turns for one contender; a second object of the same name draws the same ones for the other contender."""
 
     def __init__(self, vocab_size: int, name: str) -> None:
         self._vocab_size = vocab_size
@@ -268,16 +268,16 @@ def _prefill_rows(
     service: ServedTurns, stock: RingProcesses, info: ModelInfo, size: int, length: int, num_rounds: int, tell: Tell
 ) -> list[Row]:
     seen: list[TurnTimes] = []
-    drawn, same = DrawnTurns(info.vocab_size, f"p{length}"), DrawnTurns(info.vocab_size, f"p{length}")
+    for_service, for_stock = DrawnTurns(info.vocab_size, f"p{length}"), DrawnTurns(info.vocab_size, f"p{length}")
 
     def by_service(num_tokens: int) -> list[Sample]:
-        turn = drawn.turn(num_tokens, TTFT_TOKENS, is_new=True)
+        turn = for_service.turn(num_tokens, TTFT_TOKENS, is_new=True)
         seen.append(service.measure(turn))
         service.forget(turn.name)
         return [Sample(seconds=seen[-1].ttft)]
 
     def by_stock(num_tokens: int) -> list[Sample]:
-        (times,) = stock.ask(same.turn(num_tokens, TTFT_TOKENS, is_new=True))
+        (times,) = stock.ask(for_stock.turn(num_tokens, TTFT_TOKENS, is_new=True))
         return [Sample(seconds=times.ttft)]
 
     def contenders(num_tokens: int) -> list[Contender]:
@@ -336,13 +336,13 @@ def _decode_rows(
     tell: Tell,
 ) -> list[Row]:
     name = f"d{context}"
-    drawn, same = DrawnTurns(info.vocab_size, name), DrawnTurns(info.vocab_size, name)
+    for_service, for_stock = DrawnTurns(info.vocab_size, name), DrawnTurns(info.vocab_size, name)
 
     def by_service(num_tokens: int) -> list[Sample]:
-        return [Sample(seconds=service.measure(drawn.turn(num_tokens, steps + 2, is_new=False)).ttit)]
+        return [Sample(seconds=service.measure(for_service.turn(num_tokens, steps + 2, is_new=False)).ttit)]
 
     def by_stock(num_tokens: int) -> list[Sample]:
-        (times,) = stock.ask(same.turn(num_tokens, steps + 2, is_new=False))
+        (times,) = stock.ask(for_stock.turn(num_tokens, steps + 2, is_new=False))
         return [Sample(seconds=times.ttit)]
 
     def contenders(num_tokens: int) -> list[Contender]:

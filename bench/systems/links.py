@@ -1,6 +1,7 @@
 """Claims that rings measure on links of known rate, each rank in a network namespace of its own.
 
-Two cores show no overlap of computation, and other work on the machine disturbs: a miss here fails nothing.
+The systems bench runs these pure functions. On two cores computation hardly overlaps with messages, and other work
+on the machine disturbs the times. So a missed claim is reported, but is no failure.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ CELLS = (
 FIT_CELLS = tuple(Cell(cached_tokens=cached, new_tokens=new) for cached in (0, 2000) for new in (32, 160, 512))
 SHARE_OF_PREDICTED = 0.85
 LEAST_ROUNDS = 3
-"""Least rounds of a measurement: one disturbed prefill of a single round would judge `auto`."""
+"""Fewest rounds of a measurement: in a single round one disturbed prefill would decide whether `auto` is right."""
 
 
 def link_settings(ranks: Sequence[int], rates: Sequence[str], rounds: int) -> SelectionSettings:
     """Return the settings of rings of these sizes at rates in the notation of `tc`.
 
-    Raises ConfigError for a rate that is none, and for too few rounds: `auto` is judged by medians.
+    Raises ConfigError for a text that is no rate, and for too few rounds.
     """
     if rounds < LEAST_ROUNDS:
         raise ConfigError(f"--rounds: {rounds} is out of range; allowed are {LEAST_ROUNDS} or more with source s")
@@ -49,7 +50,7 @@ def link_settings(ranks: Sequence[int], rates: Sequence[str], rounds: int) -> Se
 
 
 def link_claims(report: SelectionReport) -> list[Claim]:
-    """Return the claims on the rings of a report, which may be of the rates that an interrupted measurement reached."""
+    """Return the claims on the rings of a report. An interrupted measurement reports only the rates that it reached."""
     rings = report.rings
     return [_gains(rings), _selector(rings), _beside_two(rings), _tensor_parallel(rings), _waits(rings)]
 
@@ -74,7 +75,7 @@ def _gains(rings: Sequence[RingResult]) -> Claim:
 
 def _selector(rings: Sequence[RingResult]) -> Claim:
     """Compare the loss of `auto` over all cells with the wanted one."""
-    losses = [(ring, way.loss) for ring in rings for way in ring.ways if way.name == "auto"]
+    losses = [(ring, score.loss) for ring in rings for score in ring.scores if score.name == "auto"]
     missed = [(ring, loss) for ring, loss in losses if loss > WANTED]
     is_noise = all(ring.noise is not None and loss <= ring.noise for ring, loss in missed)
     return Claim(
@@ -83,12 +84,12 @@ def _selector(rings: Sequence[RingResult]) -> Claim:
         published="-",
         accepted=f"at most {WANTED:.0%}",
         figures=tuple(Figure.at_most(f"{ring.ranks} ranks, {ring.rate}", loss, WANTED) for ring, loss in losses),
-        why="the algorithm that was best in every other round would lose as much: noise" if missed and is_noise else "",
+        why="noise: choosing by half of the rounds loses as much in the others" if missed and is_noise else "",
     )
 
 
 def _beside_two(rings: Sequence[RingResult]) -> Claim:
-    """Compare the choices of `auto` with the better of pass-KV and pass-Q, in the cell where it is the slowest."""
+    """Compare the choices of `auto` with the better of pass-KV and pass-Q, in the cell in which `auto` does worst."""
 
     def excess(cell: JudgedCell) -> float:
         return cell.medians[cell.chosen["auto"]] / min(cell.medians[PASS_KV], cell.medians[PASS_Q]) - 1.0

@@ -1,5 +1,6 @@
-"""Claims that the cost model reproduces from the sizes of the papers' machines and models. Pure Python.
+"""Claims that the cost model reproduces from the sizes of the papers' machines and models.
 
+The systems bench runs these pure functions.
 KV-Runahead (arXiv 2405.05329), CSPS (arXiv 2409.15104) and CP (arXiv 2411.01783) publish times of hardware that is not
 at hand. A model that meets several of their figures with one set of rates is likely to be right between them.
 """
@@ -19,10 +20,11 @@ from ringserve.cp_core.cost.profile import read_profile
 from ringserve.cp_core.cost.steps import StepPredictor
 from ringserve.views import RingRates
 
-# KV-Runahead: Llama 7B in fp16 on A100. Fitted: half of the nominal FLOP/s and link rates, a millisecond a layer, and
-# attention as costly as a token's matrix products from 4,000 keys on, since its whole square is computed and masked.
+# KV-Runahead: Llama 7B in fp16 on A100. Fitted: half of the nominal FLOP/s and link rates, a millisecond of overhead
+# per layer, and attention in which one query with 4,000 keys costs as much as a token's matrix products. It costs that
+# much since all pairs are computed, and half of them masked.
 HIDDEN, INTERMEDIATE, VOCABULARY, LAYERS = 4096, 11008, 32000, 32
-FITTED_FLOPS, LINK_SHARE, LAYER_SECONDS, TOKENS_PER_PAIR = 150e12, 0.5, 1e-3, 4000
+FITTED_FLOPS, LINK_SHARE, LAYER_SECONDS, PAIRS_PER_TOKEN = 150e12, 0.5, 1e-3, 4000
 FAST, SLOW = 300e9, 10e9
 K = 1024
 
@@ -33,7 +35,7 @@ def kv_runahead_rates(num_ranks: int, link: float) -> ChainRates:
     return ChainRates(
         token_seconds=token,
         projection_seconds=2 * 3 * HIDDEN**2 / FITTED_FLOPS,
-        pair_seconds=token / TOKENS_PER_PAIR,
+        pair_seconds=token / PAIRS_PER_TOKEN,
         layer_seconds=LAYER_SECONDS,
         num_layers=LAYERS,
         head_seconds=2 * HIDDEN * VOCABULARY / FITTED_FLOPS,
@@ -46,9 +48,10 @@ def kv_runahead_rates(num_ranks: int, link: float) -> ChainRates:
 
 
 def tsp_seconds(num_tokens: int, rates: ChainRates, slowed: float = 1.0) -> float:
-    """Return the seconds of TSP: even parts, whose KV all ranks gather in every layer before they attend.
+    """Return the seconds of TSP (tensor/sequence parallelism), KV-Runahead's baseline.
 
-    Unlike gather_kv it computes T / N x T pairs a rank and hides nothing. `slowed` multiplies the time of the gather.
+    Ranks compute even parts, and in every layer gather the KV of all parts before they attend. Unlike gather_kv, TSP
+    computes T / N x T pairs a rank and hides nothing. `slowed` multiplies the time of the gather.
     """
     part = num_tokens / rates.num_ranks
     gather = (rates.num_ranks - 1) * part * rates.byte_seconds(0) * slowed
@@ -58,7 +61,7 @@ def tsp_seconds(num_tokens: int, rates: ChainRates, slowed: float = 1.0) -> floa
 
 
 def searched_seconds(num_tokens: int, rates: ChainRates) -> float:
-    """Return the seconds of KVR-S."""
+    """Return the seconds of KVR-S: a chain with searched cuts (KVR-E: even ones)."""
     return chain_seconds(best_cuts(num_tokens, 0, rates), 0, rates)
 
 
@@ -69,7 +72,7 @@ def model_claims() -> list[Claim]:
         *_speedups(),
         _interpolated(),
         _noise(),
-        *_gentle(),
+        *_disturbed(),
         _communication(),
         *_context_parallel(),
     ]
@@ -157,7 +160,8 @@ def _speedups() -> list[Claim]:
             accepted="12%",
             figures=(
                 Figure.near("2 ranks", searched_seconds(2 * K, two), 0.16, 0.12),
-                # The search gives the first ranks few tokens; the paper says that four ranks are slower than two.
+                # Not by searched cuts, which leave the first ranks few tokens: the paper's four ranks are slower than
+                # its two.
                 Figure.near("4 ranks", chain_seconds(equal_work_cuts(2 * K, 0, four), 0, four), 0.19, 0.12),
             ),
         ),
@@ -170,7 +174,7 @@ def _speedup(num_ranks: int, num_tokens: int, link: float) -> float:
 
 
 def _interpolated() -> Claim:
-    """Compare cuts of 10K tokens between those of 8K and 12K with searched ones."""
+    """Compare cuts of 10K tokens that are interpolated between those of 8K and 12K with searched ones."""
 
     def loss(num_ranks: int, link: float) -> float:
         rates = kv_runahead_rates(num_ranks, link)
@@ -192,7 +196,8 @@ def _interpolated() -> Claim:
 
 
 NOISE_SHARE = 0.2
-"""Share of its rate that a noisy pair keeps: it gives TSP its loss, and the other losses follow."""
+"""Share of its rate that a noisy pair's link keeps, chosen such that TSP has its published loss. The losses of the
+chains follow from it."""
 
 
 def _noise() -> Claim:
@@ -216,7 +221,7 @@ def _noise() -> Claim:
 
 
 def _pair_loss(cuts: Cuts, rates: ChainRates, share: float) -> float:
-    """Return the mean relative loss of a chain over the neighbours whose link keeps a share of its rate."""
+    """Return a chain's relative loss if one link keeps only a share of its rate: the mean over all links."""
     quiet, seconds = chain_seconds(cuts, 0, rates), 0.0
     hops = rates.num_ranks - 1
     for hop in range(hops):
@@ -253,8 +258,8 @@ def ring_seconds(num_tokens: int, link: float, num_ranks: int) -> float:
     return StepPredictor(GROUPED, grouped_rates(link), num_ranks).seconds(num_tokens, 0)[PASS_KV]
 
 
-def _gentle() -> list[Claim]:
-    """Return what a noisy link, a late rank and a slow rank cost a chain, over what they cost pass-KV."""
+def _disturbed() -> list[Claim]:
+    """Return claims on what a noisy link, a late rank and a slow rank cost a chain, over what they cost pass-KV."""
     link, num_ranks = 20e9, 4
     rates, shares = chain_of(link, num_ranks), []
     for num_tokens in (8 * K, 12 * K, 16 * K):
@@ -308,7 +313,7 @@ PARTITION = 64 * K
 
 
 def _communication() -> Claim:
-    """Compare the shares of messages in a layer of SP-NTP and of sequence parallel TP, by section 3's formulas."""
+    """Compare the shares of messages in a layer of SP-NTP and of sequence parallel TP, by CSPS's formulas."""
     shares = [_shares(num_ranks, _LongModel()) for num_ranks in (2, 4, 8, 16)]
     by_heads, by_weights = zip(*shares, strict=True)
     return Claim(
@@ -324,12 +329,12 @@ def _communication() -> Claim:
 
 
 def _shares(num_ranks: int, model: _LongModel) -> tuple[float, float]:
-    """Return the shares of messages in a layer that hides none."""
+    """Return the shares of messages in the time of a layer that hides none, with SP-NTP and with TP."""
     tokens = num_ranks * PARTITION
     weights = 2 * model.hidden * (model.heads + model.kv_heads) * model.head_dim + 3 * model.hidden * model.intermediate
     pairs = tokens * tokens / 2 / num_ranks
     computed = (2 * weights * PARTITION + 4 * model.heads * model.head_dim * pairs) / model.flops
-    # Queries and finished rows, keys and values: all but an N-th of them leave a rank, which has an N-th of all.
+    # A rank has an N-th of all queries, outputs, keys and values, and sends all of it but an N-th to the others.
     head_bytes = (num_ranks - 1) / num_ranks**2 * tokens * model.head_dim * model.element_bytes
     by_heads = (2 * model.heads + 2 * model.kv_heads) * head_bytes / model.link
     # All-gather and reduce-scatter around attention and around the MLP.

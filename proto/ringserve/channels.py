@@ -1,14 +1,17 @@
-"""Options of gRPC channels to ringserve, and limits of a call that both of its sides keep."""
+"""Options of gRPC channels to ringserve, and limits of a call that both of its sides keep.
+
+Clients, gateways and the processes of a cluster use them. Constants and a pure function.
+"""
 
 from __future__ import annotations
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-"""A prompt of a million tokens is 4 MB, and gRPC's own default is 4 MB."""
+"""gRPC's own limit is 4 MB, which a prompt of a million token ids reaches alone."""
 
 MAX_METADATA_BYTES = 16 * 1024
-"""Longest metadata of one call; a token takes 60 bytes."""
+"""Longest metadata of one call; a bearer token takes about 60 bytes of it."""
 
-OPTIONS = (
+COMMON_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", MAX_METADATA_BYTES),
@@ -18,19 +21,19 @@ OPTIONS = (
 """Options of servers and channels."""
 
 CHANNEL_OPTIONS = (
-    *OPTIONS,
-    # The defaults wait up to two minutes before they try again, and 20 s for each attempt.
+    *COMMON_OPTIONS,
+    # By default gRPC waits up to two minutes between two attempts to connect, and 20 s for one to succeed.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 5000),
     ("grpc.max_reconnect_backoff_ms", 250),
-    # Pings while nothing else is sent, as often as needed.
+    # No limit on the number of pings in a row without data.
     ("grpc.http2.max_pings_without_data", 0),
 )
-"""Options of every channel of ours, beside `keepalive`."""
+"""Options of every channel that clients and processes of a cluster open; `keepalive` gives the others."""
 
 
 def keepalive(interval: float, lost: float, *, is_always_on: bool) -> tuple[tuple[str, int], ...]:
-    """Return channel options: a ping every `interval` seconds, and a connection without answer for `lost` is closed.
+    """Return channel options: pings every `interval` seconds; without answer for `lost` seconds, the connection closes.
 
     Its calls then fail with UNAVAILABLE. Without `is_always_on` a channel without calls sends no pings.
     """

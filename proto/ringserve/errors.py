@@ -6,14 +6,14 @@ RingserveError
 ├── Unauthenticated       no token, or one that is wrong or has expired
 ├── Forbidden             the caller is known and may not do this
 ├── NotFound              no such conversation, request or turn
-├── ConversationLost      a conversation does not remember as many tokens as its client expects
-├── Busy                  a conversation, request id, sequence or ring is in use; retry later
+├── ConversationLost      a conversation remembers another number of tokens than its client expects
+├── Busy                  a conversation, request id, KV sequence or ring is in use; retry later
 ├── CapacityExceeded      no free KV, batch slot or place in a queue now; the same request may succeed later
 ├── DeadlineExceeded      the turn's own deadline passed
 ├── TurnCancelled         the client, or an Abort, ended the turn
 ├── Unavailable           a ring, rank or peer is down or being rebuilt
-│   ├── Unreachable       the way to a peer is cut, or the peer is gone; it may have had the call
-│   ├── Stopping          the gateway ends its turns; they may go on at another
+│   ├── Unreachable       the connection to a peer is cut, or the peer is gone; it may have received the call
+│   ├── Stopping          the gateway is stopping and ends its turns; they may go on at another gateway
 │   └── NotBegun          the turn was refused before any work; the same request may be sent again
 ├── NotFinite             the model's logits for one turn are NaN or infinite; the same request would fail again
 └── ConfigError           a setting of this program or of the service is wrong: the message names key and value
@@ -58,11 +58,11 @@ class NotFound(RingserveError):
 
 
 class ConversationLost(RingserveError):
-    """Conversation that does not remember as many tokens as its client expects: the turn would be misread."""
+    """Conversation with another number of tokens than its client expects: the prompt would follow the wrong history."""
 
 
 class Busy(RingserveError):
-    """Conversation, request id, sequence or ring that is in use."""
+    """Conversation, request id, KV sequence or ring that is in use."""
 
 
 class CapacityExceeded(RingserveError):
@@ -86,11 +86,11 @@ class Unavailable(RingserveError):
 
 
 class Unreachable(Unavailable):
-    """Peer to which the way is cut, or that is gone."""
+    """Peer to which the connection is cut, or that is gone."""
 
 
 class Stopping(Unavailable):
-    """Gateway that ends its turns; they may go on at another."""
+    """Gateway that is stopping and ends its turns; they may go on at another gateway."""
 
 
 class NotBegun(Unavailable):
@@ -117,7 +117,8 @@ SHARED = (
     *(InvalidRequest, ContextTooLong, Unauthenticated, Forbidden, NotFound, ConversationLost, Busy, CapacityExceeded),
     *(DeadlineExceeded, TurnCancelled, Unavailable, Stopping, NotBegun, NotFinite, ConfigError),
 )
-"""Errors that servers name to clients. Unreachable is about a caller's own way to its peer."""
+"""Errors that servers name to clients. Unreachable is not among them: it is raised by a caller that cannot reach its
+peer."""
 
 
 def read_error(

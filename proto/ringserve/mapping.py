@@ -1,7 +1,8 @@
 """Field mapper between frozen dataclasses and protobuf messages, by field name and type.
 
-A mapper makes one converter a (message, dataclass) pair on first use, so that a conversion looks at no types. Every
-field must have a mirror of a fitting type on the other side; a field without one is a TypeError at that first use.
+Clients and the processes of a cluster use it. A mapper makes a converter for each (message, dataclass) pair when the
+pair is first used; later conversions need not look at types. Every field must have a mirror of a fitting type on the
+other side; a field without one is a TypeError at that first use.
 
 | dataclass field | message field |
 |---|---|
@@ -11,7 +12,7 @@ field must have a mirror of a fitting type on the other side; a field without on
 | dataclass | message |
 | tuple of these | repeated |
 | tuple[int, ...] | bytes: token ids, little-endian int32 |
-| X or None | field with presence; without presence the empty value is None |
+| X or None | field with presence; in a field without presence the empty value stands for None |
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Convert = Callable[[Any], Any]
 
 
 class EnumOfContract(Protocol):
-    """Enum as generated code has it."""
+    """Enum type of generated protobuf code, such as `inference_pb2.FinishReason`."""
 
     @property
     def DESCRIPTOR(self) -> Any: ...
@@ -87,11 +88,11 @@ _SCALARS: Mapping[type, set[int]] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class Mirror:
-    """Exceptions of one dataclass from "same name on both sides".
+    """Deviations of one dataclass from the rule that a field has the same name on both sides.
 
-    `renamed` gives the message's name of a field; several names flatten a nested dataclass into the outer message.
-    `derived` are properties that a message shows and a reader ignores. `elsewhere` are message fields that other code
-    fills.
+    `renamed` maps a field to its name in the message; several names are the fields of a nested dataclass, which lie in
+    the outer message. `derived` are properties of the dataclass that are written into the message and not read back.
+    `elsewhere` are message fields that other code fills.
     """
 
     renamed: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
@@ -99,14 +100,14 @@ class Mirror:
     elsewhere: tuple[str, ...] = ()
 
 
-NO_EXCEPTIONS = Mirror()
+SAME_NAMES = Mirror()
 
 
 class Mapper:
     """Converters of a set of dataclasses.
 
-    `special` has hand-written (write, read) pairs by type; `enums` the numbers of enums that are enums on the wire too,
-    where a number without a member reads as the first.
+    `special` has hand-written (write, read) pairs by type. `enums` has the numbers of the members of an Enum that is an
+    enum in the message too; a number without a member is read as the first member.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class Mapper:
                 steps += [(each.name, attrgetter(f"{name}.{each.name}"), None) for each in targets]
             else:
                 steps.append((targets[0].name, attrgetter(name), self._to_field(hint, targets[0])))
-        steps += [(name, attrgetter(name), None) for name in self._mirrors.get(kind, NO_EXCEPTIONS).derived]
+        steps += [(name, attrgetter(name), None) for name in self._mirrors.get(kind, SAME_NAMES).derived]
 
         def write(value: object) -> Any:
             return message(
@@ -167,7 +168,7 @@ class Mapper:
     def _fields(self, kind: type, message: Any) -> list[tuple[str, Any, tuple[FieldDescriptor, ...]]]:
         """Pair each field of a dataclass with its type and its fields of the message. Raises TypeError."""
         descriptor: Descriptor = message.DESCRIPTOR
-        known, mirror, hints = descriptor.fields_by_name, self._mirrors.get(kind, NO_EXCEPTIONS), get_type_hints(kind)
+        known, mirror, hints = descriptor.fields_by_name, self._mirrors.get(kind, SAME_NAMES), get_type_hints(kind)
         paired, unpaired = [], set(known) - set(mirror.elsewhere) - set(mirror.derived)
         for each in fields(kind):
             renamed = mirror.renamed.get(each.name, each.name)
@@ -274,7 +275,7 @@ def _empty_for_none(value: str | None) -> str:
 def _find_item_type(kind: Any, target: FieldDescriptor) -> Any:
     item, *rest = get_args(kind)
     if rest != [Ellipsis]:
-        raise TypeError(f"{target.full_name}: {kind} needs a hand-written pair")
+        raise TypeError(f"{target.full_name}: {kind} needs a (write, read) pair in `special`")
     return item
 
 

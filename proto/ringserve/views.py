@@ -42,14 +42,15 @@ class RankKvUsage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RingRates:
-    """Measured rates of a ring: FLOP/s of a rank, bytes/s in each direction of a link, seconds a message.
+    """Measured rates of a ring: FLOP/s of a rank, bytes/s in each direction of a link, seconds of latency per message.
 
     `overlap` is the share of communication that is hidden behind attention, 0 to 1. `step_seconds` are added to a step
     of any length. All rates are 0 before the first measurement. If ranks are unlike, the rates are those of the
     slowest, and `speeds` says how many times as fast each rank is; empty if all are alike. `lateness` has the seconds
-    by which each rank begins a step after the first; empty if none is late. `step_seconds` contain the longest, for
-    which the ranks of a ring wait. All rates are those of ranks that compute together: if they share cores, a GPU or
-    its memory, one rank computes `lone_speed` times as fast while the others wait (0: not known).
+    by which each rank begins a step later than the earliest rank; empty if none is late. `step_seconds` include the
+    greatest lateness, since all ranks of a ring wait for it. All rates are those of ranks that compute together: if
+    they share cores, a GPU or its memory, one rank computes `lone_speed` times as fast while the others wait (0: not
+    known).
     """
 
     gemm_flops: float = 0.0
@@ -67,8 +68,8 @@ class RingRates:
 class Correction:
     """Factor that the router applies to predictions for a ring: median of measured over predicted seconds.
 
-    It is learned from `num_turns` turns, and holds for turns by `algorithm` with at least `min_work` and less than four
-    times as many work units.
+    It is learned from `num_turns` turns. It applies to turns that `algorithm` computes, of at least `min_work` and less
+    than 4 * `min_work` work units.
     """
 
     algorithm: str = ""
@@ -83,8 +84,8 @@ class RingInfo:
 
     `rank_pids` has `tp` processes a rank, in rank order. `decode_variant` is the variant of the latest decode step that
     the ring's watch saw, and `decode_reason` why the ring chose helix or not. `failure` is why the latest attempt to
-    rebuild the ring failed. `waiting_work` and `max_waiting_work` are
-    in work units; only prefill rings have them. `nodes` are the addresses of the nodes of its ranks, each once.
+    rebuild the ring failed. `waiting_work` and `max_waiting_work` are in work units; only prefill rings have them.
+    `nodes` are the addresses of the nodes of its ranks, each once.
 
     The router adds what the ring announced (`rates`, `capacity_tokens`, `chunk_tokens`), its own `corrections`, and
     whether it expects the ring back after a drain (`restarting`). A ring that has left has the state "away".
@@ -124,7 +125,8 @@ class RingInfo:
 class RingDrain:
     """Progress of a ring that drains: what became of the conversations whose KV it retains.
 
-    `left` are still to be moved, `no_room` found no room on another ring, and `failed` moves failed.
+    `left` are still to be moved, `no_room` found no room on another ring, and `failed` moves failed. `has_left` says
+    that the ring has left the service.
     """
 
     role: str = ""
@@ -199,7 +201,7 @@ class RankShard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """KV of the first `num_tokens` tokens of a conversation on one ring, since the placement's `epoch`."""
+    """KV of a conversation's first `num_tokens` tokens on one ring, there since the conversation's `epoch`."""
 
     role: str = ""
     ring: str = ""
@@ -223,8 +225,8 @@ class ConversationInfo:
     """State of a conversation and the locations of its KV. `epoch` counts the changes of `placements`.
 
     `ttl_seconds` 0 means that the conversation does not expire by age. Its KV was computed with `sparsity`; None: it is
-    exact. `turn_ends` are the numbers of tokens after each of its latest turns, as far as they are known. Lists have no
-    `last_token`.
+    exact. `turn_ends` are the numbers of tokens after each of its latest turns, as far as they are known. `last_token`
+    is set only in answers about a single conversation.
     """
 
     conversation_id: str = ""

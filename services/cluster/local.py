@@ -258,7 +258,7 @@ class LocalCluster:
         if self._gateway is not None:
             self._gateway.await_serving()
             scheme = "https" if config.tls.files else "http"
-            http = f", OpenAI's HTTP at {scheme}://{self.http_address}/v1" if self.http_address else ""
+            http = f", HTTP at {scheme}://{self.http_address}/v1" if self.http_address else ""
             self._progress(f"gateway serves at {self.gateway_address}{http}")
         # Not while the others start: rates measured on a busy machine would mislead the plans.
         self._unmeasured.extend(self._rings.leaders)

@@ -1,6 +1,7 @@
 """Python client for asyncio, called by users and by the client for threads.
 
-Methods raise the errors of `ringserve.client.errors`, each with a message of one sentence.
+A client owns its gRPC channel. Methods raise the errors of `ringserve.client.errors`, each with a message of one
+sentence.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, TypeVar, Unpack
 
 import grpc
 
-from ringserve.client.channel import OPTIONS, TlsFiles, make_metadata
+from ringserve.client.channel import CLIENT_OPTIONS, TlsFiles, make_metadata
 from ringserve.client.failures import error_from_call
 from ringserve.client.requests import Prompt, RequestOptions, TurnOptions, is_chat, make_count_request, make_request
 from ringserve.client.results import MAPPER, Answer, AnswerReader, Piece, Plan
@@ -38,7 +39,7 @@ class AsyncAnswerStream(AsyncIterator[Piece]):
         self._reader = reader
         self._reading: asyncio.Task[Any] | None = None
         self._is_closed = False
-        self._has_left = asyncio.Event()
+        self._reader_left = asyncio.Event()
 
     async def __anext__(self) -> Piece:
         self._reading = asyncio.current_task()
@@ -53,7 +54,7 @@ class AsyncAnswerStream(AsyncIterator[Piece]):
                 raise
         finally:
             self._reading = None
-            self._has_left.set()
+            self._reader_left.set()
         if self._reader.answer is None and self._is_closed:
             raise RingserveError("CANCELLED: the stream was closed before its answer ended")
         if self._reader.answer is None:
@@ -74,8 +75,8 @@ class AsyncAnswerStream(AsyncIterator[Piece]):
         if self._reading is not None and not was_closed:
             self._reading.cancel()
         while self._reading is not None:  # a generator cannot be closed while it runs
-            self._has_left.clear()
-            await self._has_left.wait()
+            self._reader_left.clear()
+            await self._reader_left.wait()
         await self._responses.aclose()
 
     @property
@@ -98,7 +99,7 @@ class AsyncAnswerStream(AsyncIterator[Piece]):
 
 
 class AsyncClient:
-    """Client of one gateway, HOST:PORT, or of several, ipv4:HOST:PORT,HOST:PORT, tried in turn when one is lost.
+    """Client of one gateway, HOST:PORT, or of several, ipv4:HOST:PORT,HOST:PORT: when one is lost, the next is tried.
 
     Use it only in the event loop in which it is made.
     """
@@ -111,7 +112,7 @@ class AsyncClient:
         self._metadata = make_metadata(token)
         self._retry = retry or RetryPolicy()
         if tls is None:
-            self._channel = grpc.aio.insecure_channel(target, options=OPTIONS)
+            self._channel = grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS)
         else:
             self._channel = grpc.aio.secure_channel(target, tls.credentials(), options=tls.options())
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
@@ -138,8 +139,8 @@ class AsyncClient:
     def stream(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> AsyncAnswerStream:
         """Run one turn piece by piece. Nothing is sent before the first piece is asked for.
 
-        If the gateway is lost, the turn goes on at it or at another: no token is lost, and none comes twice. A
-        request with `n` answers does not go on.
+        If the gateway is lost, the turn goes on at another, or at the same one once it is back: no token is lost, and
+        none comes twice. A request for several answers (`n` > 1) is not resumed.
         """
         return self._stream(prompt, options, None)
 
@@ -163,26 +164,26 @@ class AsyncClient:
     async def _attempts(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> Responses:
         clock = asyncio.get_running_loop().time
         deadline = None if timeout is None else clock() + timeout
-        retries, place = Retries(self._retry, deadline=deadline), inference_pb2.Resume()
+        retries, resume = Retries(self._retry, deadline=deadline), inference_pb2.Resume()
         while True:
-            num_before = len(place.received)
+            num_before = len(resume.received)
             try:
                 left = None if deadline is None else max(deadline - clock(), 0.001)
                 async with aclosing(self._responses(request, left)) as responses:
                     async for response in responses:
                         if response.HasField("start"):
-                            place.prompt_tokens = response.start.prompt_tokens
-                        place.received.extend(response.chunk.token_ids)
+                            resume.prompt_tokens = response.start.prompt_tokens
+                        resume.received.extend(response.chunk.token_ids)
                         yield response
                 return
             except grpc.aio.AioRpcError as failure:
                 error = error_from_call(failure, self._target)
-            has_tokens, has_answered = len(place.received) > num_before, place.prompt_tokens > 0
+            has_tokens, has_answered = len(resume.received) > num_before, resume.prompt_tokens > 0
             delay = retries.delay_after(error, has_tokens=has_tokens, now=clock(), has_answered=has_answered)
             if delay is None or (is_lost(error) and request.sampling_params.n > 1):
                 raise error
             if is_lost(error) or request.HasField("resume"):
-                request.resume.CopyFrom(place)
+                request.resume.CopyFrom(resume)
             await asyncio.sleep(delay)
 
     # --- control -----------------------------------------------------------------------------------------------------
@@ -243,9 +244,10 @@ class AsyncClient:
 class AsyncConversation:
     """Turns that follow each other. Each prompt holds only new text; the service stores the turns before it.
 
-    From its second turn on it appends, and says how many tokens the service must remember. A turn that the service
-    would read without them fails with ConversationLost. After a turn whose end is not known it does not say how many
-    once; if nothing is remembered then, the turn fails with NotFound.
+    From the second turn on, prompts are appended (mode "append"), and each request says how many tokens the service
+    must remember. If the service does not remember exactly that many, the turn fails with ConversationLost. If the end
+    of a turn is not known here, the next request gives no number; if the service remembers nothing then, that turn
+    fails with NotFound.
     """
 
     def __init__(self, client: AsyncClient, conversation_id: str) -> None:
@@ -277,7 +279,10 @@ class AsyncConversation:
         return self._latest
 
     async def info(self) -> ConversationInfo:
-        """Return the state of the conversation and the locations of its KV. Raises NotFound before a turn ends."""
+        """Return the state of the conversation and the locations of its KV.
+
+        Raises NotFound if no turn of it has ended yet.
+        """
         return await self._client.conversation(self.conversation_id)
 
     async def delete(self) -> None:

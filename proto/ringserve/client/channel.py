@@ -12,15 +12,16 @@ from ringserve.errors import ConfigError
 
 Metadata = tuple[tuple[str, str], ...]
 
-OPTIONS = (*CHANNEL_OPTIONS, *keepalive(1.5, 3.0, is_always_on=False))
-"""Options of a client's channel: a gateway that is gone, or frozen, ends the client's streams within 4.5 s."""
+CLIENT_OPTIONS = (*CHANNEL_OPTIONS, *keepalive(1.5, 3.0, is_always_on=False))
+"""Options of a client's channel: if the gateway is gone or frozen, the client's streams fail within 4.5 s."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TlsFiles:
-    """PEM files. `ca` proves the server (None: the system's own); `cert` and `key` prove this client, for mutual TLS.
+    """PEM files. The server's certificate is checked against `ca`; `cert` and `key` prove this client, for mutual TLS.
 
-    `server_name` is the name in the server's certificate, needed if it differs from the called host.
+    Without `ca` gRPC's default root certificates are used. `server_name` is the name in the server's certificate,
+    needed if it differs from the called host.
     """
 
     ca: Path | None = None
@@ -37,7 +38,7 @@ class TlsFiles:
     def options(self) -> list[tuple[str, str | int]]:
         """Return the options of a gRPC channel with this TLS."""
         name = [("grpc.ssl_target_name_override", self.server_name)] if self.server_name else []
-        return [*OPTIONS, *name]
+        return [*CLIENT_OPTIONS, *name]
 
 
 def _read(path: Path | None) -> bytes | None:

@@ -32,9 +32,9 @@ class Message:
 
     @classmethod
     def of(cls, item: Message | Mapping[str, Any], shown: str = "message") -> Message:
-        """Return a message that is given as a dict, as OpenAI's users write it: its content a text or parts of text.
+        """Return a Message as it is, or make one of a dict in OpenAI's form: its content a text or a list of parts.
 
-        Raises InvalidRequest, which calls the message `shown`.
+        Raises InvalidRequest, whose text calls the message by the name `shown`.
         """
         if isinstance(item, Message):
             return item
@@ -63,10 +63,11 @@ Prompt = str | Sequence[int] | Messages | Message | Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Sampling parameters; names and meanings follow the contract's SamplingParams. None: its default.
+    """Sampling parameters; names and meanings follow the contract's SamplingParams. None stands for its default.
 
-    A single stop string, stop token or bad word may stand alone. `logit_bias` may have token ids as texts, as in JSON.
-    `json_schema`, `json_object`, `regex`, `grammar` and `choice` hold the answer to a form, and exclude each other.
+    A single stop string, stop token or bad word need not be in a list. `logit_bias` may have token ids as texts, as in
+    JSON. `json_schema`, `json_object`, `regex`, `grammar` and `choice` constrain the form of the answer; at most one
+    may be given.
     """
 
     temperature: float | None = None
@@ -147,9 +148,10 @@ class TurnOptions(TypedDict, total=False):
 
 
 class RequestOptions(TurnOptions, total=False):
-    """Options of a turn of any conversation, or of none.
+    """Options of a turn in any conversation, or in none.
 
-    The turn fails with ConversationLost, before any work, unless the conversation remembers `expected_tokens`.
+    The turn fails with ConversationLost, before any work, unless the conversation remembers exactly `expected_tokens`
+    tokens.
     """
 
     conversation_id: str
@@ -167,13 +169,14 @@ KINDS = {
 }
 """Words for the types of fields."""
 RENAMED = {"mode": "prompt_mode", "sampling": "sampling_params"}
-"""Fields of the contract for options of other names."""
+"""Options whose name differs from that of the contract's field, with the field's name."""
 
 
 def make_request(prompt: Prompt, options: Mapping[str, Any]) -> inference_pb2.GenerateRequest:
     """Return the contract's request; `options` are RequestOptions. Raises InvalidRequest, TypeError.
 
-    A request id and a seed are always there: by them the service knows the attempts at one request.
+    If the options lack a request id or a seed, one is made: by the id the service recognizes attempts at the same
+    request, and with the seed every attempt draws the same tokens.
     """
     unknown = options.keys() - OPTIONS
     if unknown:
@@ -225,7 +228,7 @@ def _fill_prompt(request: inference_pb2.GenerateRequest | inference_pb2.CountTok
             return
     except UnicodeEncodeError as error:
         shown = error.object[error.start]
-        raise InvalidRequest(f"prompt: {shown!r} is no character; read the text as UTF-8") from None
+        raise InvalidRequest(f"prompt: {shown!r} is a lone surrogate; decode the text as UTF-8") from None
     to_list = getattr(prompt, "tolist", None)  # of arrays and tensors
     ids: Any = to_list() if to_list else prompt
     try:
@@ -238,7 +241,7 @@ def _fill_prompt(request: inference_pb2.GenerateRequest | inference_pb2.CountTok
 
 
 def _fill(message: google.protobuf.message.Message, name: str, value: Any, shown: str) -> None:
-    """Set a field of a message; None leaves it unset. Raises InvalidRequest, which calls the field `shown`."""
+    """Set a field of a message; None leaves it unset. Raises InvalidRequest, whose text names it `shown`."""
     if value is None:
         return
     field = message.DESCRIPTOR.fields_by_name[name]

@@ -15,7 +15,8 @@ MAPPER = Mapper()
 class Usage:
     """Tokens of one turn. `cached_tokens` of the prompt were not computed again.
 
-    `accepted_draft_tokens` of the completion were drafted from the text and right, so they cost no step of their own.
+    `accepted_draft_tokens` of the completion were guessed from the text before them, and rightly, so they cost no step
+    of their own.
     """
 
     prompt_tokens: int = 0
@@ -28,7 +29,8 @@ class Usage:
 class CachedSource:
     """Prompt tokens [start, stop) that were not computed.
 
-    `source` is "kept_on_prefill", "pulled_from_decode" or "pulled_from_other"; `ring` names the other ring.
+    `source` is "kept_on_prefill", "pulled_from_decode" or "pulled_from_other". `ring` is the ring that retained them,
+    if it is not one of the plan's own.
     """
 
     source: str = ""
@@ -42,7 +44,8 @@ class Chunk:
     """New tokens [start, stop) that one step computed by `algorithm`.
 
     `num_turns` turns shared the step, this one included; 0 if the chunk is a prediction. `fallback` is empty, or the
-    layout that the tokens got for lack of room: "level_cuts" of a chain, "spread" of a short prompt.
+    layout that was used since the intended one had no room: "level_cuts" for a chain, "spread" for a short prompt that
+    should lie on one rank.
     """
 
     start: int = 0
@@ -62,9 +65,10 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True)
 class Failover:
-    """Loss of a turn's ring of a role, after so many tokens of the answer, and the rings on which the turn went on.
+    """Loss of a turn's ring of `role`, or of its gateway, when the client had `after_tokens` tokens of the answer.
 
-    `new_tokens` of prompt and answer were computed again. `lost_seconds` passed from the loss to the next token.
+    The turn went on on the two rings: they computed `new_tokens` tokens of prompt and answer again, and had the KV of
+    `cached_tokens`. `lost_seconds` passed from the loss to the next token.
     """
 
     role: str = ""
@@ -100,7 +104,8 @@ class RingAlternative:
 class SparsePlan:
     """Sparsity of an approximate turn: the share of keys that reached other ranks, and the bound that allowed it.
 
-    Losses are mean KL divergences of answer tokens from exact ones, in nats, as the service's operator measured them.
+    Losses are mean KL divergences, in nats, of the distributions of answer tokens from those of exact turns, as the
+    service's operator measured them.
     """
 
     keep: float = 0.0
@@ -151,7 +156,10 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLogprobs:
-    """Log-probability of a token among all, before any processing, its rank from 1, and the most likely tokens."""
+    """Log-probability of a token over the whole vocabulary, before temperature, penalties and filters.
+
+    `rank` is 1 for the most likely token. The `top_` fields have the most likely tokens, the most likely first.
+    """
 
     token_id: int = 0
     logprob: float = 0.0
@@ -175,7 +183,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Finished turn. `matched_stop` is the token or string that ended it where `finish_reason` is "stop".
+    """Finished turn. If `finish_reason` is "stop", `matched_stop` is the token or string that ended it.
 
     `choices` are all answers of a request with `n`, in order; this is the first of them. Each is a turn with its own
     plan and usage. Log-probabilities are there if requested, the prompt's from its second token on.
@@ -212,8 +220,8 @@ def matched_stop(complete: inference_pb2.GenerateComplete) -> int | str | None:
 class AnswerReader:
     """Reader of one request's responses. `plan` is set after the first response, and `answer` after the last.
 
-    `remembered_tokens` counts the conversation's: before a turn that is refused, after one that has ended well, and
-    None between.
+    `remembered_tokens` is the number of tokens that the conversation has, if known: before the turn starts that of the
+    turns before, None while it runs, and the new one once it has ended well.
     """
 
     def __init__(self, remembered_tokens: int | None = None, num_answers: int = 1) -> None:

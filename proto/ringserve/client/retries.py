@@ -1,14 +1,14 @@
-"""Turn retries. Every attempt has the same request id, by which the service knows them for one request.
+"""Turn retries of both Python clients. All attempts have the same request id, so the service sees one request.
 
 | what failed | tried again |
 |---|---|
-| no room (`CapacityExceeded`), no ring (`NotBegun`) | the turn was refused whole: a few times |
-| the request id still runs (`Busy`) | after such a failure: our own first attempt is being ended |
-| the gateway is gone or stops (`Unreachable`, `Stopping`) | it goes on behind the tokens that came, for some seconds; |
-| | refusals meanwhile do not end it |
+| no room (`CapacityExceeded`), no ring (`NotBegun`) | a few times: the turn was refused before any work |
+| the request id is in use (`Busy`) | after `NotBegun` or a loss: then our own earlier attempt is being ended |
+| the gateway is gone or stops (`Unreachable`, `Stopping`) | for `resume_seconds`, after the tokens that have come; |
+| | refusals in that time do not end the retries |
 | anything else | no: the gateway retries by itself if that can help |
 
-A turn goes on at the same gateway or another. It has the tokens, the text and the account of a single attempt.
+A turn goes on at the same gateway or another. Its tokens, text and usage are those of a turn with a single attempt.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class RetryPolicy:
     """Retry bounds. The delay doubles from attempt to attempt, and is never shorter than the server asks for.
 
     A refused turn has `max_attempts` attempts in a row. A lost one is resumed for `resume_seconds` after its loss, or
-    after its latest token if there was one since; 0: never. A gateway that has not answered yet is looked for
+    after its latest token if there was one since; 0: never. If no gateway has answered yet, attempts go on for
     `connect_seconds`.
     """
 
@@ -37,15 +37,15 @@ class RetryPolicy:
 
 NO_RETRIES = RetryPolicy(max_attempts=1, resume_seconds=0.0, connect_seconds=0.0)
 MAX_RESUMPTIONS = 1000
-"""Resumptions of one turn: a gateway that ends its streams again and again is no way to read an answer."""
+"""Most resumptions of one turn: from a gateway that breaks its streams again and again no answer is ever complete."""
 
 MAX_LOST_DELAY_SECONDS = 0.25
-"""Seconds between two attempts to find a gateway that is started again. Most of them end here: gRPC itself bounds how
-often it knocks at an address."""
+"""Longest delay between two attempts after a loss, while a gateway may be starting again. Most of these attempts fail
+without a connection, since gRPC itself limits how often it tries an address."""
 
 
 def is_lost(error: RingserveError) -> bool:
-    """Return whether a turn may run on, or have ended, after its stream failed so."""
+    """Return whether a turn whose stream failed so may still run, or may have ended well, at the service."""
     return isinstance(error, Unreachable | Stopping)
 
 

@@ -1,4 +1,4 @@
-"""Python client for threads: the verbs of `async_client`, run in one background event loop a client."""
+"""Python client for threads: the methods of `async_client`, run in a background event loop that each client owns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ringserve.views import Aborted, ConversationInfo, ConversationSummary, Mode
 T = TypeVar("T")
 
 CANCEL_SECONDS = 5.0
-"""Longest wait for a call to end that its caller has interrupted."""
+"""Longest wait for the end of a call that its caller has interrupted."""
 
 
 class _LoopThread:
@@ -63,9 +63,9 @@ class _LoopThread:
             raise
 
     def items(self, source: AsyncIterator[T]) -> Generator[T, None, None]:
-        """Yield the items of an asynchronous iterator. Closing the generator closes the iterator soon, in the loop."""
+        """Yield the items of an asynchronous iterator. If the generator is closed, the loop closes it soon."""
 
-        async def following() -> T:  # in the loop: there alone does the iterator learn which loop is to close it
+        async def following() -> T:  # an asynchronous iterator that starts in the loop is closed by this loop
             return await anext(source)
 
         while True:
@@ -138,7 +138,7 @@ class AnswerStream(Iterator[Piece]):
 
 
 class Client:
-    """Client of one gateway, HOST:PORT, or of several, ipv4:HOST:PORT,HOST:PORT, tried in turn when one is lost.
+    """Client of one gateway, HOST:PORT, or of several, ipv4:HOST:PORT,HOST:PORT: when one is lost, the next is tried.
 
     Threads may share a client. A process that forks makes its clients afterwards.
     """
@@ -237,7 +237,10 @@ class Conversation:
         return AnswerStream(self._conversation.stream(prompt, **options), self._loop)
 
     def info(self) -> ConversationInfo:
-        """Return the state of the conversation and the locations of its KV. Raises NotFound before a turn ends."""
+        """Return the state of the conversation and the locations of its KV.
+
+        Raises NotFound if no turn of it has ended yet.
+        """
         return self._loop.run(self._conversation.info())
 
     def delete(self) -> None:

@@ -70,7 +70,7 @@ def test_noise_is_the_loss_of_a_choice_by_earlier_measurements() -> None:
 def test_judged_cells_differ_from_fitted_ones() -> None:
     fitted = [Cell(cached_tokens=10, new_tokens=2)]
     assert len(judged_cells([1, 2], [0, 20], fitted)) == 4
-    with pytest.raises(ConfigError, match="2 tokens after 10 are also of --fit-new and --fit-cached"):
+    with pytest.raises(ConfigError, match="2 tokens after 10 are also a cell of --fit-new and --fit-cached"):
         judged_cells([1, 2], [0, 10], fitted)
 
 

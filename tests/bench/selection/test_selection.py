@@ -113,7 +113,7 @@ def test_auto_chooses_by_what_it_predicts_and_is_judged_by_what_was_measured(rep
     for cell in ring.cells:
         assert cell.predicted[cell.chosen["auto"]] <= 1.02 * min(cell.predicted.values()), "a tie, or the fastest"
         assert cell.medians[cell.best] == min(cell.medians.values())
-    losses = {way.name: way.loss for way in ring.ways}
+    losses = {score.name: score.loss for score in ring.scores}
     assert losses["best of each cell"] == 0.0
     assert min(losses.values()) == 0.0
     assert min(long.seconds["pass_kv"]) > LONG_PASS_KV_SECONDS, "a prefix of 1500 tokens went through the link"
@@ -153,7 +153,7 @@ def test_logits_may_differ_by_rounding_and_never_be_nan(most: float, largest: fl
 
 @pytest.mark.slow
 def test_the_report_is_a_table_json_and_a_picture(report: SelectionReport, tmp_path: Path) -> None:
-    assert losses_table(report).row_count == len(report.rings[0].ways)
+    assert losses_table(report).row_count == len(report.rings[0].scores)
     assert predictions_table(report).row_count == 2
     assert "fit " in ring_lines(report)[0]
     assert gains_table(report).row_count == 2
@@ -268,8 +268,8 @@ def test_an_interrupted_or_refused_measurement_leaves_nothing_running(settings: 
     [
         (("--ranks", "1"), "--ranks: '1' is no size of a ring with links; allowed are 2 to 16"),
         (("--rates", "fast"), "--rates: 'fast' is no rate"),
-        (("--new", "0"), "--new: '0' is no number of tokens"),
-        (("--new", "32", "--cached", "0"), "--new, --cached: 32 tokens after 0 are also of --fit-new"),
+        (("--new", "0"), "--new: '0' is not a number of tokens"),
+        (("--new", "32", "--cached", "0"), "--new, --cached: 32 tokens after 0 are also a cell of --fit-new"),
         (("--rounds", "0"), "--rounds: 0 is out of range; allowed are 1 or more"),
         (
             ("--cached", "9m"),

@@ -105,7 +105,7 @@ def ring_of(rate: str, chosen: str, noise: float) -> RingResult:
         fitted=Errors(rms=0.0, worst=0.0),
         held_out=None,
         cells=cells,
-        ways=score_policies(cells),
+        scores=score_policies(cells),
         noise=noise,
     )
 
