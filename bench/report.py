@@ -1,4 +1,7 @@
-"""Report of a bench: rows with their figures, targets, the report as a table, as JSON and as a plot; its progress."""
+"""Report of a bench: rows with their figures, targets, and the report as a table, as JSON and as a plot; also progress.
+
+The subcommands of `python -m bench` fill and print it. It touches only standard error, SIGTERM and the plot's file.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ Key = int | str
 Figure = Summary | float | str | None
 """Summary of a sample, one number, a text, or None if the figure was not measured."""
 LINES = 20
-"""Lines that a measurement of minutes writes if standard error is no terminal."""
+"""Lines of progress that a long measurement writes at most if standard error is no terminal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +76,7 @@ class Column:
 
 COLUMNS = {
     "seconds": Column("ms", "{:.2f}", 1e3),
-    # Processor time of the busiest rank, which other programs disturb less.
+    # Processor time of the busiest rank, which other programs disturb less than the seconds.
     "cpu_seconds": Column("CPU ms", "{:.2f}", 1e3),
     # Of the rank that sends most.
     "bytes_sent": Column("sent MB", "{:.2f}", 1e-6),
@@ -194,7 +197,7 @@ class Report:
         ]
 
     def plot(self, path: Path) -> None:
-        """Draw median, least and most seconds over tokens, one line a contender. Raises ConfigError for the path."""
+        """Draw median, least and most seconds over tokens, a line per contender. Raises ConfigError for a bad path."""
         from matplotlib.figure import Figure as Drawing
 
         drawing = Drawing(figsize=(9.0, 6.0), layout="constrained")
@@ -226,12 +229,13 @@ GEMM = "GEMM"
 """Name of the matrix product that every run measures as its reference rate."""
 AXIS_MARGIN = 1.4
 RINGS_LEGEND = (
-    "ranks: of a ring, else threads; over 1: speed over one rank, in CPU: by processor time; "
+    "ranks: of the ring, or threads if there is none; over 1: speed over one rank, in CPU: by processor time; "
     "GEMM: share of the matrix-product rate of the same run"
 )
 SERVED_LEGEND = (
-    "ranks: of each ring, else threads; ratio: over transformers; in steps, outside: milliseconds in steps of a ring, "
-    "and in gateway, router and between steps; hand-off: from the first token to the decode ring's first one"
+    "ranks: of each ring, or threads if there is none; ratio: over transformers; in steps, outside: milliseconds in "
+    "steps of a ring, and in gateway, router and between steps; hand-off: from the first token to the decode ring's "
+    "first one"
 )
 
 
@@ -242,7 +246,7 @@ def told_load(load: tuple[float, float]) -> str:
 
 @contextmanager
 def progress_lines(total: int) -> Iterator[Tell]:
-    """Show progress as `progress_bar`; if standard error is no terminal, by a line after each of LINES parts."""
+    """Show progress as `progress_bar` does; if standard error is no terminal, in about LINES lines."""
     if sys.stderr.isatty():
         with progress_bar(total) as tell:
             yield tell
@@ -260,7 +264,7 @@ def progress_lines(total: int) -> Iterator[Tell]:
 
 @contextmanager
 def interrupted_by_sigterm() -> Iterator[None]:
-    """Raise KeyboardInterrupt in the context on SIGTERM too; only in the main thread."""
+    """Raise KeyboardInterrupt in the context on SIGTERM too. Only the main thread may use it."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield

@@ -7,7 +7,7 @@ RingserveError
 │   └── DiskFull          a directory that is written to has no space left
 ├── TransferError         a KV transfer broke a rule: unknown, stale, overlapping, incomplete
 ├── ReshardError          a reshard plan would not deliver every token, layer and head exactly once
-└── ModelRefused          the model cannot be loaded, or needs something that the core lacks
+└── ModelRefused          the model cannot be loaded, or needs an operation that ringserve does not implement
 
 `services.rpc.errors` maps each to one gRPC status code.
 """
@@ -74,7 +74,7 @@ class TransferError(RingserveError):
 
 
 LOSSES = (Unavailable, TransferError, NotFound)
-"""Errors that may mean a turn has lost a ring or the connection to it. The turn may continue on another ring."""
+"""Errors after which a turn counts its ring as lost, or the connection to it. The turn may continue on another ring."""
 
 
 class ReshardError(RingserveError):

@@ -46,20 +46,21 @@ LOOPS = 5
 WAIT_SECONDS = 60.0
 POLL_SECONDS = 0.1
 MAX_GAP_SECONDS = 3.0
-"""Longest gap of a stream that has nothing to do with a fault."""
+"""Longest gap between two events of a stream that the scenario's fault must not disturb."""
 DISK_BYTES = 4 << 20
 NUM_SILENT = 700
 MAX_FILES = 256
 SILENT_SECONDS = 40.0
-"""Time after which a connection without a request is closed."""
+"""Time within which the gateway must close a connection without a request."""
 LONG_ANSWER = 400
 NUM_FLOOD, FLOOD_TOKENS, FLOOD_SECONDS = 40, 6000, 30.0
 MAX_BEFORE = 2
-"""Turns of the flood that may end before an equal turn of another tenant: one that computes, and one of its share."""
+"""Turns of the flood that may end before an equal turn of another tenant: the one that is running, and one in
+between."""
 QUEUE_SECONDS = 300.0
 """Time in which the whole flood is served."""
 TOKENS = {"flood": f"rs-{'f' * 43}", "other": f"rs-{'o' * 43}"}
-"""Tokens of the flood's tenant and of another one; they open a cluster of the scenario alone."""
+"""Tokens of the flooding tenant and of another one; only this scenario's cluster knows them."""
 DOUBLE_KILLS = (
     ("router", "decode-0 rank 0"),
     ("prefill-0 rank 0", "prefill-0 rank 1", "decode-0 rank 0", "decode-0 rank 1"),
@@ -125,7 +126,7 @@ class BadDay:
 
     @asynccontextmanager
     async def streaming(self) -> AsyncIterator[list[float]]:
-        """Read long streams one after the other meanwhile -> times of their events. Raises what ends a stream early."""
+        """Read streams one after the other while the body runs -> times of their events. Raises why one ended early."""
         times: list[float] = []
 
         async def read() -> None:
@@ -168,17 +169,19 @@ async def until(is_done: Callable[[], bool], seconds: float = WAIT_SECONDS) -> b
 
 
 async def ray_agent(day: BadDay) -> Verdict:
-    """Kill an agent of Ray, with which Ray ends: the cluster ends too and says why, so a supervisor starts it again."""
+    """Kill an agent of Ray, which ends Ray: the cluster ends too and says why, so that a supervisor starts it again."""
     await day.start()
-    agent = next(each for each in below(day) if "Agent" in title(each))
-    agent.kill()
+    agents = [each for each in below(day) if "Agent" in title(each)]
+    if not agents:
+        raise Unavailable("no agent of Ray runs")
+    agents[0].kill()
     has_ended = await until(lambda: day.cluster.has_ended)
     reason = day.cluster.last_line()
     return Verdict(held=has_ended and "has ended" in reason, seen=reason if has_ended else "it goes on without serving")
 
 
 async def full_disk(day: BadDay) -> Verdict:
-    """Fill the disk and kill the router: it is started until there is space, and nothing is forgotten."""
+    """Fill the disk and kill the router: it is restarted until there is space again, and nothing is forgotten."""
     await day.start()
     (await day.ask("c")).raise_for_status()
     gateway = day.pid("gateway")
@@ -310,7 +313,7 @@ async def slow_readers(day: BadDay) -> Verdict:
 
 
 async def rank_memory(day: BadDay) -> Verdict:
-    """Give a rank no more memory: its turn fails or it recovers, the service goes on, and answers are the same."""
+    """Limit a rank's memory: its turns may fail, but then the service gives the same answers as before."""
     await day.start()
     expected = (await day.ask("", tokens=8)).json()["choices"][0]["text"]
     rank = psutil.Process(day.pid("prefill-0 rank 0"))
@@ -423,7 +426,7 @@ def title(process: psutil.Process) -> str:
 
 
 def own_directories(day: BadDay) -> list[str]:
-    """Return directories of Ray in the temporary directory of the scenario, without the one of shared memory."""
+    """Return the names of Ray's directories in the scenario's temporary directory, without that of shared resources."""
     names = (path.name for path in (day.folder / "t").glob(f"{DIRECTORY_PREFIX}*"))
     return [name for name in names if name != shared_directory().name]
 
@@ -484,14 +487,14 @@ async def _run(name: str, loops: int) -> Verdict:
         day = BadDay(cluster, path, loops)
         try:
             return await SCENARIOS[name](day)
-        except (httpx2.HTTPError, RingserveError, psutil.Error, KeyError, StopIteration) as error:
+        except (httpx2.HTTPError, RingserveError, psutil.Error, KeyError) as error:
             return Verdict(held=False, seen=f"{type(error).__name__}: {error}")
         finally:
             await day.close()
 
 
 def _tenants(path: Path) -> Sequence[str]:
-    """Write the file of tenants, JSON being YAML too -> the setting that names it."""
+    """Write the file of tenants as JSON, which is valid YAML -> the setting that names it."""
     hashes = {name: hashlib.sha256(token.encode()).hexdigest() for name, token in TOKENS.items()}
     path.write_text(json.dumps({"tenants": [{"name": n, "tokens": [{"sha256": h}]} for n, h in hashes.items()]}))
     return (f"auth.tokens={path}",)

@@ -1,6 +1,6 @@
 """Cluster of a chaos run: `ringserve up` in a process of its own, so that its supervisor works as it does for users.
 
-Its Ray is one that `up` starts for itself, or that of two nodes, which it joins.
+`up` starts a Ray of its own, or joins the Ray of two given nodes. The commands chaos, bad-days and soak start it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class OwnCluster:
     ) -> None:
         """Take the options of `up`, a directory for its files that no other cluster has, and the nodes to join.
 
-        `prefix` stands before the command, which has these environment `variables` besides.
+        `prefix` is put before the command of `up`, and `variables` are added to its environment.
         """
         self._settings = settings
         self._prefix = prefix

@@ -41,8 +41,8 @@ EXAMPLE = """example:
 HELP = f"""Starts a cluster of its own and plays 8 conversations of three turns to it, greedy and seeded,
 with penalties and stop strings. In every cell of the matrix PROCESS x PHASE x HOW one process
 is hit while the second turns are seen in that phase, or just before them (idle). All answers
-must equal those without a fault, which for greedy ones are those of transformers. The fault must
-be noticed within {MAX_DETECT_SECONDS:g} s, and the next token come at most {MAX_LATE_SECONDS:g} s later than
+must equal those without a fault (greedy ones: those of transformers). The fault must be noticed
+within {MAX_DETECT_SECONDS:g} s, and the next token come at most {MAX_LATE_SECONDS:g} s later than
 without it.
 No KV block and no conversation may be lost.
 
@@ -53,9 +53,9 @@ HOW:     {", ".join(How)} (SIGKILL, SIGSTOP, the link goes down)
 Cells of raylet and node run in a cluster of two nodes on this machine, with a ring of each role on
 each. The worker node is hit: its raylet by a signal, the node by a cut of its link (HOW: cut, which
 no other has). It comes back after the streams have ended. A link needs network namespaces, as root
-or in a user namespace; where they are refused, these cells are shown as not permitted here.
+or in a user namespace; if they are refused, these cells are shown as not permitted here.
 
-Exit status: 0 where every cell held, 1 where one was broken or the run was cut short, 130 after Ctrl-C."""
+Exit status: 0 if every cell held, 1 if one was broken or the run was cut short, 130 after Ctrl-C."""
 EXIT_BROKEN = 1
 EXIT_INTERRUPTED = 130
 PIPE_WIDTH = 100
@@ -127,7 +127,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _forbidden(options: argparse.Namespace, cells: Sequence[Cell], config: Config) -> dict[Kind, str]:
-    """Return why this machine does not permit cells of a kind. Begin the command anew in a hub where it needs one."""
+    """Return why this machine does not permit cells of a kind. If cells need a hub, start the command anew in one."""
     if config.model.device == "cuda":
         return dict.fromkeys(ON_WORKER, "both nodes on this machine would take its GPUs; choose model.device=cpu")
     if options.in_hub or not any(cell.kind is Kind.NODE for cell in cells):
@@ -146,7 +146,8 @@ def _set_up(options: argparse.Namespace) -> Config:
         "model.path": options.model,
         "prefill.rings": options.prefill_rings,
         "decode.rings": options.decode_rings,
-        # Short steps: each phase lasts long enough to be seen. Of shorter ones the load alone takes half the limit.
+        # Short steps, for each phase to last long enough to be seen. With shorter ones the load alone takes half the
+        # time limit.
         "prefill.chunk_tokens": CHUNK_TOKENS,
         "kv_cache.tokens_per_rank": TOKENS_PER_RANK,
         "router.retain_prompts": "false",  # all KV is free again once the conversations are deleted
@@ -156,7 +157,7 @@ def _set_up(options: argparse.Namespace) -> Config:
         "gateway.metrics": "127.0.0.1:0",
     }
     options.set = [*(f"{key}={value}" for key, value in values.items()), *(options.set or ())]
-    return config_of(options)  # a wrong key must not cost half a minute
+    return config_of(options)  # before anything starts: a wrong key must not cost half a minute
 
 
 def _words(options: argparse.Namespace, further: Sequence[str] = ()) -> list[str]:
@@ -245,13 +246,13 @@ def _line(result: Result) -> str:
 
 
 def _gap(result: Result) -> str:
-    """Return the longest gap; where no running stream should see the fault, also in p99s of the usual gaps."""
+    """Return the longest gap; for the router, whose fault no running stream should see, also over the usual p99."""
     ratio = result.gap_ratio if result.process == Kind.ROUTER else None
     return _seconds(result.longest_gap_seconds) + (f" ({ratio:.1f}x)" if ratio is not None else "")
 
 
 def _gap_lines(results: list[Result], usual: Usual) -> list[str]:
-    """Say what the cells compare with, those of the router apart."""
+    """Return lines on the gaps without a fault and in the router's cells."""
     ratios = [each.gap_ratio for each in results if each.process == Kind.ROUTER and each.gap_ratio is not None]
     of_router = (
         f"a running stream should not see the router's restart: its longest gap is at most {max(ratios):.1f} times the "

@@ -1,4 +1,7 @@
-"""Experiment of a chaos run: the load on a cluster, a fault in an observed phase, and all that is seen of it."""
+"""Experiment of a chaos run: the load on a cluster, a fault in an observed phase, and all that is seen of it.
+
+`Run` makes the experiments.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +34,9 @@ STATUS_SECONDS = 1.0
 """Deadline of one question about the state of the rings."""
 PAUSE_SECONDS = 0.05
 LOOK_SECONDS = 0.02
-"""Seconds between two looks at the rings until the fault: turns may wait for a few steps alone."""
+"""Seconds between two looks at the rings until the fault: a turn may wait for only a few steps."""
 REST_SECONDS = 2.0
-"""Seconds between two looks once the fault was noticed: who looks takes processors from those who recover."""
+"""Seconds between two looks once the fault was noticed: looking takes processor time from what recovers."""
 TRIGGER_SECONDS = 0.002
 RECOVER_SECONDS = 90.0
 FREE_SECONDS = 20.0
@@ -44,7 +47,7 @@ Info = ServerInfo
 class _Target:
     """Process or node that was hit: its name, the process's id, and when.
 
-    `rings` are its ring, or those with ranks on the node, and their incarnations at that time.
+    `rings` maps its ring, or each ring with ranks on the node, to the ring's incarnation at that time.
     """
 
     name: str
@@ -143,7 +146,7 @@ class Experiment:
         return {ring.name: ring.incarnation for ring in self._info.rings if worker and worker.address in ring.nodes}
 
     def _hit(self, cell: Cell, stream: Stream) -> None:
-        """Hit the process that has to do with a stream, or the worker node."""
+        """Hit the process of the cell's kind that works for a stream, or the worker node."""
         where, rings = "", dict[str, str]()
         if cell.needs_worker and self._worker is not None:
             where, rings = self._worker.address, self._rings_on_worker()
@@ -179,7 +182,7 @@ class Experiment:
         self._note_errors(affected)
         while self._sign is None and time.monotonic() < target.hit_at + 2 * MAX_DETECT_SECONDS:
             await asyncio.sleep(PAUSE_SECONDS)
-        self._end_fault()  # what was given up must do no harm when it goes on
+        self._end_fault()  # a process that the service gave up must do no harm when it goes on
         recovered, info = None, self._info
         with contextlib.suppress(RingserveError):
             info = await self._whole(client)
@@ -205,7 +208,7 @@ class Experiment:
         )
 
     def _note_errors(self, affected: Sequence[Stream]) -> None:
-        """Take the first error of an affected stream for a sign."""
+        """Take the first error of the affected streams as a sign that the fault was noticed."""
         failed = [stream for stream in affected if stream.error]
         if failed:
             first = min(failed, key=lambda stream: stream.ended)
@@ -254,7 +257,7 @@ class Experiment:
             await asyncio.sleep(PAUSE_SECONDS)
 
     async def _forget(self, client: AsyncClient, prefix: str) -> int:
-        """Delete the conversations of a cell. Return the number of free KV blocks once it is all, or after a while."""
+        """Delete the conversations of a cell. Return how many KV blocks are free once all are, or after a while."""
         for each in self._expected:
             with contextlib.suppress(RingserveError):
                 await client.delete_conversation(prefix + each.script.name)
@@ -288,7 +291,7 @@ class Experiment:
                 await asyncio.sleep(rest)
 
     def _look_at_rings(self, before: Mapping[str, str]) -> None:
-        """Note what has become of rings, given with their incarnations before the fault."""
+        """Note a sign if one of some rings, given with their old incarnations, is not ready or was built again."""
         now = {ring.name: ring for ring in self._info.rings}
         for name, incarnation in before.items():
             ring = now.get(name)
@@ -298,7 +301,7 @@ class Experiment:
                 self._note(time.monotonic(), "the ring was built again")
 
     async def _watch_processes(self, cell: Cell) -> None:
-        """Look at processes, and let a worker node come back, which is this experiment's own doing and no sign."""
+        """Look at processes and note signs. Keep the worker node up: its return is our own doing and no sign."""
         while True:
             pids = await asyncio.to_thread(self._processes.look)
             if cell.needs_worker:
@@ -316,7 +319,7 @@ class Experiment:
 def in_phase(
     phase: Phase, streams: Sequence[Stream], info: Info, among: Collection[str] | None = None
 ) -> Stream | None:
-    """Return a stream in this phase, if one is. The phases' own docstring says what shows them.
+    """Return a stream that is in this phase, or None. `Phase` says what shows each phase.
 
     `among` are the only rings that count: the prefill ring before the first token, the decode ring after several, and
     either in between. None: all count.

@@ -1,4 +1,7 @@
-"""Faults of a chaos run: which process is hit, in which phase of a turn, and how."""
+"""Faults of a chaos run: which process is hit, in which phase of a turn, and how.
+
+`Processes` finds and signals the processes of a chaos cluster; the rest is pure. The other modules of chaos use both.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from ringserve.services.cluster.state import GONE
 
 GATEWAY_MODULE = "ringserve.services.gateway"
 TITLE = re.compile(r"ray::(router|\S+ leader|\S+ rank \d+)(?:\.\w+)?")
-"""Title of a process of ours as Ray sets it: its name, and the method that it runs."""
+"""Title of one of ringserve's processes as Ray sets it: the process's name, and the method that it runs."""
 
 RAYLET_PROGRAM = "/raylet"
 AT = "--node_ip_address="
@@ -55,7 +58,7 @@ class Phase(StrEnum):
 
 
 class How(StrEnum):
-    """Signals to a process, SIGKILL and SIGSTOP, and the cut of a node's link, whose processes live."""
+    """Ways to hit: SIGKILL or SIGSTOP to a process, or a cut of a node's link, while the node's processes live on."""
 
     KILL = "kill"
     STOP = "stop"
@@ -86,7 +89,7 @@ class Cell:
         return f"{self.kind}/{self.phase}/{self.how}"
 
     def matches(self, pattern: str) -> bool:
-        """Return True if PROCESS/PHASE/HOW matches a pattern with `*`; parts at its end may be missing."""
+        """Return whether the cell's PROCESS/PHASE/HOW matches a pattern with `*`, whose last parts may be missing."""
         return fnmatchcase(str(self), pattern) or fnmatchcase(str(self), pattern + "/*")
 
     @property
@@ -106,7 +109,7 @@ def matrix() -> list[Cell]:
 
 
 def hows_of(kind: Kind) -> tuple[How, ...]:
-    """Return the ways to hit what is of this kind."""
+    """Return the ways to hit a process or node of this kind."""
     return (How.CUT,) if kind is Kind.NODE else (How.KILL, How.STOP)
 
 
@@ -117,13 +120,13 @@ def choose(patterns: Iterable[str]) -> list[Cell]:
 
 
 class Processes:
-    """Processes below some roots, by what they show in `ps`. Every process that was ever seen is remembered.
+    """Processes below some roots, named by their command lines. Every process that was ever seen is remembered.
 
-    What has a port in `ports` is the process of its name that listens there: others are spares.
+    If a name has a port in `ports`, it is the name of the process that listens there; others with its title are spares.
     """
 
     def __init__(self) -> None:
-        self._seen: dict[psutil.Process, int] = {}  # with its root's id
+        self._seen: dict[psutil.Process, int] = {}  # process -> its root's id
         self._roots: list[psutil.Process] = []
         self._stopped: list[psutil.Process] = []
         self._pids: dict[str, int] = {}
@@ -162,7 +165,7 @@ class Processes:
     def name_of(self, kind: Kind, where: str) -> str:
         """Return the name of the process of a kind; empty if none was seen.
 
-        `where` is its ring or the address of its node, where it belongs to one.
+        `where` is the process's ring or its node's address, if it belongs to one.
         """
         pids = self._pids
         if kind in (Kind.PREFILL_RANK, Kind.DECODE_RANK):
@@ -209,7 +212,7 @@ class Processes:
 
 
 def _listens(process: psutil.Process, port: int) -> bool:
-    """Return whether a process listens at a port, whatever else it does."""
+    """Return whether a process listens at a port."""
     sockets = process.net_connections("tcp")
     return any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in sockets)
 

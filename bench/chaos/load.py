@@ -1,6 +1,7 @@
 """Load of a chaos run: conversations of three turns, what their clients saw, and what they should have seen.
 
 The first turn makes a history, the second is the one that is hit, the third asks whether the history is still there.
+The experiment plays them through a client; nothing else is touched.
 """
 
 from __future__ import annotations
@@ -129,17 +130,17 @@ class Stream:
         return ""
 
     def note_plan(self, plan: Plan | None) -> None:
-        """Note the plan of the stream, which is another after a failover."""
+        """Note the plan of the stream; a failover gives it another."""
         self.plan = plan
         if plan is not None:
             self.rings |= {plan.prefill_ring, plan.decode_ring}
 
     def uses(self, rings: Collection[str]) -> bool:
-        """Return True if a plan of the stream names one of the rings, or if the client knows none."""
+        """Return True if a plan of the stream names one of the rings, or if the client knows no plan."""
         return self.plan is None or not self.rings.isdisjoint(rings)
 
     def first_after(self, moment: float) -> float | None:
-        """Return when the first tokens after a moment came, or the end of a stream that had them all; None: never."""
+        """Return when the first tokens after a moment came, or when the answer ended if none were left; None: never."""
         later = [at for at in self.arrivals if at > moment]
         return later[0] if later else self.ended if self.answer is not None and self.ended > moment else None
 
@@ -196,14 +197,14 @@ PLAN_POLL_SECONDS = 0.005
 
 
 async def _follow_plan(stream: Stream, plan: Callable[[], Plan | None]) -> None:
-    """Note the plan of a stream before its first token: the client has it then, and passes on no piece."""
+    """Note the plan of a stream before its first token: the client knows the plan before it passes on a piece."""
     while stream.plan is None:
         await asyncio.sleep(PLAN_POLL_SECONDS)
         stream.note_plan(plan())
 
 
 def begin(expected: Sequence[Expected], number: int) -> list[Stream]:
-    """Return the streams of all conversations' turns of a number, before they run."""
+    """Return a stream for each conversation's turn of a number; `play` runs them."""
     return [Stream(expected=each, number=number, began=time.monotonic()) for each in expected]
 
 
@@ -241,7 +242,7 @@ def write_scripts(document: Sequence[int]) -> list[Script]:
 
 
 def _span(document: Sequence[int], start: int, num_tokens: int) -> tuple[int, ...]:
-    """Return tokens of a document from a place on, which begins again after its end."""
+    """Return tokens of a document from a place on; after its end follows its start."""
     return tuple(document[(start + place) % len(document)] for place in range(num_tokens))
 
 
@@ -253,7 +254,7 @@ async def answers_without_fault(client: AsyncClient, scripts: Sequence[Script], 
     known = [Expected(script=script, answers=(), texts=()) for script in scripts]
     for number in (FIRST, HIT, LAST):
         if number == HIT:
-            # The answers without stop strings say which strings they can have.
+            # The stop strings are taken from the answers without stop strings.
             probes = [known[place] for place in STOPPED]
             answers = await _answers(client, probes, number, "probe-", seconds)
             for place, answer in zip(STOPPED, answers, strict=True):
@@ -287,7 +288,7 @@ async def _answers(
 
 
 def _stopping(script: Script, text: str) -> Script:
-    """Return a script whose second answer ends at a string of its text; as it is where no string may stop it."""
+    """Return a script whose second answer ends at a string of its text; the same script if no string may stop it."""
     stop = stop_string(text, int(len(text) * STOP_SHARE))
     if not stop:
         return script

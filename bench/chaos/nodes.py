@@ -1,7 +1,8 @@
 """Nodes of a chaos run on a Ray cluster: a head, and a worker that is lost and comes back, as machines do.
 
-Where network namespaces are permitted, this process is in one, the hub, with the head and all else. The worker is in
-another, at the end of a cable that can be cut. Otherwise both nodes have loopback addresses.
+If network namespaces are permitted, this process and all else but the worker are in one, the hub. The worker is in
+another, at the end of a cable that can be cut. Otherwise both nodes have loopback addresses. A cluster of a chaos run
+starts and stops its nodes.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from ringserve.services.auth.tls import SECRET_VARIABLE
 from ringserve.services.config import Config
 
 NETWORK, HEAD, WORKER = 1, 0, 1
-"""Number of the network between the nodes, and of its members."""
+"""Numbers of the network between the nodes, and of its two members."""
 LOOPBACK_ADDRESSES = ("127.0.0.2", "127.0.0.3")
 NEAR, FAR = "near", "far"
 """Resources of Ray that place one ring of each role on the head, and one on the worker."""
@@ -42,10 +43,10 @@ HEALTH = {
     "RAY_health_check_timeout_ms": "800",
     "RAY_health_check_failure_threshold": "3",
 }
-"""Settings of the head, as in the Helm chart: Ray takes a silent node for dead after 3.6 s, and not after a minute."""
+"""Settings of the head, as in the Helm chart: Ray takes a silent node for dead after 3.6 s instead of a minute."""
 START = (sys.executable, "-P", "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats")
 STARTED = "Ray runtime started"
-"""Text of `ray start` when all processes of a node run."""
+"""Text that `ray start` prints once all processes of a node run."""
 OBJECT_STORE_BYTES = 100_000_000
 ENTER_SECONDS = 10.0
 HEAD_SECONDS = 60.0
@@ -54,7 +55,7 @@ POLL_SECONDS = 0.05
 
 
 def make_hub() -> None:
-    """Make this process's network namespace, a new one, the hub. Raises Unavailable."""
+    """Move this process to a new network namespace, the hub. Raises Unavailable."""
     run_all(hub_commands(NETWORK))
 
 
@@ -70,7 +71,7 @@ def settings_of(config: Config) -> list[str]:
 
 
 class WorkerNode:
-    """Worker node: `start`, then `keep` again and again, which starts it anew where it has ended."""
+    """Worker node: `start`, then `keep` again and again, which starts it anew if it has ended."""
 
     def __init__(self, address: str, command: Command, environment: Mapping[str, str], log: Path, *, has_link: bool):
         """Take the command of its processes, and whether it is to have a namespace and a link of its own."""
@@ -84,7 +85,7 @@ class WorkerNode:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, processes: Processes) -> None:
-        """Start the node, whose processes are then among these. Raises Unavailable."""
+        """Start the node and add its processes to `processes`. Raises Unavailable."""
         self._processes = processes
         with self._log.open("ab") as log:
             started = self._process = subprocess.Popen(
@@ -111,19 +112,19 @@ class WorkerNode:
         self._is_cut = True
 
     def heal(self) -> None:
-        """Join the link again where it is cut. Raises Unavailable."""
+        """Join the link again if it is cut. Raises Unavailable."""
         if self._is_cut and self._process is not None and self._process.poll() is None:
             run_all(cut_commands(self._process.pid, is_cut=False))
         self._is_cut = False
 
     def keep(self) -> None:
-        """Start the node anew where it has ended, as a machine that comes back does: nothing of before runs on it."""
+        """Start the node anew if it has ended. As on a machine that comes back, nothing that ran before still runs."""
         if self._process is not None and self._process.poll() is not None:
             self._processes.kill_all(self._process.pid)
             self.start(self._processes)
 
     def stop(self) -> None:
-        """End the node in order if possible; others end what is left of it. Idempotent."""
+        """End the node in order if possible; the cluster's `Processes` end what is left of it. Idempotent."""
         _terminate(self._process)
         self._process = None
 
@@ -149,12 +150,12 @@ class Nodes:
     def _command(self, address: str, resource: str, *options: str) -> Command:
         room = f'{{"{resource}": {self._num_threads}}}'
         sizes = (f"--num-cpus={self._num_threads}", f"--object-store-memory={OBJECT_STORE_BYTES}")
-        # Each node has a folder of its own: it tells others of the logs that are there.
+        # Each node has a folder of its own, because it reports the logs in its folder to the other nodes.
         places = (f"--node-ip-address={address}", f"--temp-dir={self._temporary / resource}")
         return (*START, *places, *sizes, f"--resources={room}", *options)
 
     def start(self, processes: Processes) -> None:
-        """Start both nodes, whose processes are then among these. Raises Unavailable."""
+        """Start both nodes and add their processes to `processes`. Raises Unavailable."""
         host, _, port = self.ray_address.rpartition(":")
         options = ("--head", f"--port={port}", "--include-dashboard=false")
         with self._log.open("wb") as log:
@@ -168,7 +169,7 @@ class Nodes:
             )
         processes.add(self._head.pid)
         deadline = time.monotonic() + HEAD_SECONDS
-        # Before it, `ringserve up` would take the worker for its own node.
+        # If the worker came first, `ringserve up` would take it for its own node.
         while STARTED not in self._log.read_text(encoding="utf-8", errors="replace"):
             if self._head.poll() is not None or time.monotonic() > deadline:
                 raise Unavailable(f"the head of a Ray cluster did not start; its log was {self._log}")
@@ -176,7 +177,7 @@ class Nodes:
         self.worker.start(processes)
 
     def stop(self) -> None:
-        """End both nodes in order if possible; others end what is left of them. Idempotent."""
+        """End both nodes in order if possible; the cluster's `Processes` end what is left of them. Idempotent."""
         self.worker.stop()
         _terminate(self._head)
         self._head = None
@@ -184,7 +185,7 @@ class Nodes:
 
 
 def _in_namespace(command: Command) -> Command:
-    """Return the command that runs one in a namespace of its own, once a cable has come and a line says so."""
+    """Return a command that runs this one in a namespace of its own, once a line on stdin says that the cable is in."""
     setup = (shlex.join(each) for each in address_commands(NETWORK, WORKER))
     script = " && ".join(("read -r line", *setup, f"exec {shlex.join(command)}"))
     return ("unshare", "--net", "--", "sh", "-c", script)

@@ -1,7 +1,7 @@
 """`python -m bench promises`: every sentence of docs/securing.md and docs/limits.md, and what tries it.
 
-A sentence is tried by tests, by scenarios of `python -m bench bad-days`, or it says why it is not: it states a lack, or
-it needs what a test cannot have.
+`promises.yaml` names, for each sentence, the tests or the scenarios of `python -m bench bad-days` that try it, or says
+why none does: the sentence states a lack, or it needs what a test cannot have.
 """
 
 from __future__ import annotations

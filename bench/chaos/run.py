@@ -1,4 +1,7 @@
-"""Chaos run: clusters, the answers without a fault, and one cell of the matrix after the other."""
+"""Chaos run: clusters, the answers without a fault, and one cell of the matrix after the other.
+
+`python -m bench chaos` makes a `Run`, which owns the cluster that runs.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from ringserve.workers.model.builtin import resolve_model_path
 
 Progress = Callable[[str], None]
 MAX_LOOKS = 3
-"""Times that a cell is run at most until a stream is seen in its phase: where turns go is the router's choice."""
+"""Times that a cell is run at most until a stream is seen in its phase: the router chooses the rings of a turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +64,10 @@ class Run:
         self.num_left = 0
 
     async def results(self) -> AsyncIterator[Result]:
-        """Yield the line of every cell. Raises Unavailable if no cluster starts or it answers wrongly unharmed."""
+        """Yield every cell's result. Raises Unavailable if a cluster does not start or is wrong without a fault."""
         deadline = time.monotonic() + self._plan.seconds
         todo = [(number, cell) for number in range(1, self._plan.rounds + 1) for cell in self._plan.cells]
-        todo.sort(key=lambda each: each[1].needs_worker)  # a cluster takes half a minute to start
+        todo.sort(key=lambda each: each[1].needs_worker)  # for few starts: each takes half a minute
         for place, (number, cell) in enumerate(todo):
             if time.monotonic() > deadline:
                 self.num_left = len(todo) - place
@@ -93,7 +96,7 @@ class Run:
         return result
 
     async def _running(self, *, needs_worker: bool) -> OwnCluster:
-        """Return the cluster, started where no such one runs. The first one tells the answers without a fault."""
+        """Return the cluster, started if none of this kind runs. The first one gives the answers without a fault."""
         running = self._cluster
         if running is None or running.has_ended or (running.worker is not None) != needs_worker:
             self.stop()
@@ -122,7 +125,6 @@ class Run:
         return OwnCluster(plan.worker_settings, plan.directory, number, nodes)
 
     def _experiment(self, cluster: OwnCluster) -> Experiment:
-        assert cluster.processes is not None, "the cluster has started"
         seconds, worker = self._plan.stream_seconds, cluster.worker
         return Experiment(cluster.gateway, cluster.processes, self._expected, seconds, self.usual, worker)
 

@@ -1,4 +1,7 @@
-"""Verdict on one cell of the matrix: what clients saw of a fault, and whether that is what the service promises."""
+"""Verdict on one cell of the matrix: what clients saw of a fault, and whether that is what the service promises.
+
+The chaos experiment asks `judge`. Pure functions.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,11 @@ from bench.chaos.load import Stream
 
 MAX_DETECT_SECONDS = 5.0
 MAX_LATE_SECONDS = 10.0
-"""Time that a fault may add to a stream's wait for its next token. What the prompts of the load take without a fault is
-no harm of the fault: on two slow cores that alone is up to 9 s."""
+"""Time that a fault may add to a stream's wait for its next token. The time that the load's prompts take anyway does
+not count: on two slow cores that alone is up to 9 s."""
 MAX_GAP_RATIO = 2.0
-"""Longest gap of a running stream, in p99s of the usual gaps, up to which it has not seen a fault of the router."""
+"""Limit on a running stream's longest gap over the usual p99: up to it the stream has not seen a fault of the
+router."""
 
 
 class Outcome(StrEnum):
@@ -59,7 +63,7 @@ class Usual:
         return cls(gap_p99=float(np.percentile(gaps, 99)), longest_gap=max(gaps), first_tokens=firsts)
 
     def wait_left(self, stream: Stream, moment: float) -> float:
-        """Return how long a stream still had to wait for its next token at a moment, had nothing been hit.
+        """Return how long, from a moment on, a stream would have waited for its next token if nothing had been hit.
 
         A stream with a token has none to wait for: gaps are short beside what is judged.
         """
@@ -78,8 +82,9 @@ class Observation:
     """Record of all that was seen of a fault. Times in seconds from the fault; None: never, or nothing to measure.
 
     `streams` ran when the fault came or began at once after it, `follow_ups` after it. `affected` are those streams
-    that had to do with the process. `sign` is the first sign that the service has noticed, `lost` names conversations
-    whose history is gone. Blocks are the KV blocks of all ranks. `usual` is the same load without a fault.
+    that had not ended and used a ring that was hit; all, if what was hit is in no ring. `sign` is the first sign that
+    the service has noticed, `lost` names conversations whose history is gone. Blocks are the KV blocks of all ranks.
+    `usual` is the same load without a fault.
     """
 
     victim: str
@@ -103,7 +108,8 @@ class Result:
 
     The longest gap is the longest between two pieces of one stream, if it ended after the fault; its `at` is when it
     began, counted from the fault. `late_seconds` is how much longer than without a fault a stream waited for its next
-    token, at most. Example: 9 s after the fault, of which its prompt takes 6 in any case, are 3 s.
+    token, at most. Example: a token that came 9 s after the fault, and would have come 6 s after it anyway, was 3 s
+    late.
     """
 
     process: str
@@ -131,7 +137,7 @@ class Result:
 
     @property
     def gap_ratio(self) -> float | None:
-        """Longest gap over the usual p99: at most MAX_GAP_RATIO where no stream has seen the fault."""
+        """Longest gap over the usual p99: at most MAX_GAP_RATIO if no stream has seen the fault."""
         if self.longest_gap_seconds is None or not self.usual_gap_seconds:
             return None
         return self.longest_gap_seconds / self.usual_gap_seconds
@@ -142,12 +148,12 @@ class Result:
 
 
 def nothing_hit(cell: Cell, outcome: Outcome, reason: str) -> Result:
-    """Return the line of a cell in which nothing was hit."""
+    """Return the result of a cell in which nothing was hit."""
     return Result(process=cell.kind, phase=cell.phase, how=cell.how, outcome=outcome, reasons=(reason,))
 
 
 def judge(cell: Cell, seen: Observation) -> Result:
-    """Return the line of a cell: the promise is that of docs/operating.md."""
+    """Return the result of a cell, which held if all was as docs/operating.md promises."""
     everything = [*seen.streams, *seen.follow_ups]
     next_token, late = _next_token(seen, UNKNOWN), _next_token(seen, seen.usual)
     longest = max((gap for stream in seen.streams for gap in stream.gaps(seen.hit_at)), default=None)
@@ -193,7 +199,7 @@ def judge(cell: Cell, seen: Observation) -> Result:
 
 
 def _next_token(seen: Observation, usual: Usual) -> float:
-    """Return the longest time from the fault to the next token of an affected stream; infinite where none came.
+    """Return the longest time from the fault to the next token of an affected stream; infinite if none came.
 
     The time that a stream would have waited without the fault, by `usual`, does not count.
     """

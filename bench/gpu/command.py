@@ -33,7 +33,7 @@ from ringserve.cp_core.errors import ConfigError
 NO_GPU = "no GPU here: torch finds no CUDA device"
 ROOT = Path(__file__).parents[2]
 CASES = ("tests/gpu_cases.py", "tests/cp_core/attention/triton_cases.py")
-# Limit of a part: weights of 16 GB are written, loaded, and compiled where no disk has their code yet.
+# Limit of a part: it may write and load weights of 16 GB and compile kernels whose code is not on disk.
 PART_SECONDS = 900.0
 JOIN_SECONDS = 10.0
 
@@ -41,7 +41,7 @@ JOIN_SECONDS = 10.0
 def cases(place: Place) -> Iterator[Line]:
     """Run the tests that only a GPU can run, in a process of their own: Triton compiles its kernels there.
 
-    They need pytest alone: the project's configuration of it names plugins that a GPU's machine may lack.
+    The tests need pytest alone: the project's configuration of pytest names plugins that a GPU's machine may lack.
     """
     command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-c", os.devnull, "--rootdir", str(ROOT), *CASES]
     path = os.pathsep.join([str(ROOT / "proto"), os.environ.get("PYTHONPATH", "")])
@@ -76,14 +76,14 @@ def kv(place: Place) -> Iterator[Line]:
 
 
 def service(place: Place) -> Iterator[Line]:
-    """Run the part of the same name; Ray is imported here alone."""
+    """Run the part of the same name. Only the parts of `bench.gpu.service` need Ray, so it is imported here."""
     from bench.gpu import service as parts
 
     return parts.service(place)
 
 
 def tokens(place: Place) -> Iterator[Line]:
-    """Run the part of the same name; Ray is imported here alone."""
+    """Run the part of the same name. Only the parts of `bench.gpu.service` need Ray, so it is imported here."""
     from bench.gpu import service as parts
 
     return parts.tokens(place)
@@ -137,7 +137,7 @@ def run_apart(name: str, place: Place, tell: Callable[[Line], None]) -> str:
 def add(commands: Subcommands) -> None:
     parser = commands.add_parser("gpu", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default=",".join(PARTS), help=f"parts, with commas ({','.join(PARTS)})")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a toy, to try the parts")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a toy, to try the code")
     parser.add_argument("--rounds", type=int, help="measurements of each figure (default: 5)")
     parser.add_argument("--json", action="store_true", help="one JSON object for each part")
     parser.set_defaults(run=run)

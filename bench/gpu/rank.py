@@ -1,4 +1,7 @@
-"""Figures of one rank on a GPU: kernels, steps and their prediction, and the memory of the host while weights load."""
+"""Figures of one rank on a GPU: kernels, steps and their prediction, and the memory of the host while weights load.
+
+They are parts of `python -m bench gpu`, which runs each in a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ from ringserve.workers.model.loading import DTYPES, LoadedModel, load_model
 from ringserve.workers.rank.parts import FP8_CAPABILITY
 from ringserve.workers.rank.probe import finished, probe_rates
 
-# Sizes from which the rate of a kernel counts: below, the start of a call is what takes the time.
+# Sizes from which the rate of a kernel counts: with smaller sizes the start of the call takes most of the time.
 LARGE_MERGE_ROWS = 1024
 LARGE_DECODE_TOKENS = 1 << 17
 LOAD_SECONDS = 300.0
@@ -69,7 +72,7 @@ def kernels(place: Place) -> Iterator[Line]:
 
 
 def _bandwidth(figure: Row, copy_rate: float) -> Iterator[Line]:
-    """Yield the targets of a kernel that reads and writes as fast as the device can."""
+    """Yield what a decode or a merge is judged by: its share of the copy rate, or the time of a merge of few rows."""
     numbers = [int(word.replace(",", "")) for word in str(figure.keys["case"]).split() if word[0].isdecimal()]
     share = Line(part="kernels", text="  of the copy rate", value=figure.value("rate") / copy_rate, is_at_least=True)
     if figure.keys["what"] == "decode":
@@ -142,16 +145,19 @@ def _predicted(place: Place, model: LoadedModel) -> dict[str, float]:
 
 
 def loading(place: Place) -> Iterator[Line]:
-    """Load a model from its directory in a process of its own, and measure the host's memory meanwhile."""
+    """Load a model from its directory in a process of its own, and measure the time and the peak of host memory."""
     spawn = multiprocessing.get_context("spawn")
     here, there = spawn.Pipe()
     with drawn_model(place) as path:
         loader = spawn.Process(target=_load, args=(path, place, there), daemon=True)
         loader.start()
+        there.close()
         try:
             if not here.poll(LOAD_SECONDS):
                 raise Unavailable(f"the model was not loaded within {LOAD_SECONDS:g} s")
             seconds, host_bytes, share_bytes = here.recv()
+        except EOFError:
+            raise Unavailable("the process that loads the model has ended") from None
         finally:
             loader.kill()
             loader.join()
@@ -167,7 +173,7 @@ def loading(place: Place) -> Iterator[Line]:
 
 
 def _load(path: Path, place: Place, answer: Connection) -> None:
-    torch.zeros(1, device=place.device)  # what the device's libraries take is no memory of weights
+    torch.zeros(1, device=place.device)  # loads the device's libraries, whose memory does not count
     before, began = psutil.Process().memory_info().rss, time.perf_counter()
     model = load_model(path, place.dtype, place.device)
     if place.is_gpu:

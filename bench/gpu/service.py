@@ -1,6 +1,7 @@
 """Figures of the whole service on one GPU, which its rings share: through the gateway, beside transformers.
 
-transformers runs first, and gives its memory back before the rings start. Both have a turn to warm up.
+They are the parts `service` and `tokens` of `python -m bench gpu`. In `service` transformers runs first, and gives its
+memory back before the rings start; both have a turn to warm up.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from ringserve.workers.model.builtin import resolve_model_path
 from ringserve.workers.model.loading import DTYPES
 
 BLOCK_TOKENS = 16
-# Tokens of each sequence behind its context: those of its answers.
+# Room of each sequence for the tokens of its answers, after its context.
 SPARE_TOKENS = 512
-# Rounds of TTIT, and how often they have the steps of a rank's own bench: several tokens may come in one message, and
-# the rows of a batch begin one after the other.
+# Rounds of TTIT, and their steps as a multiple of `Place.steps`: many, because several tokens may come in one message,
+# and the rows of a batch begin one after the other.
 LONE_ROUNDS, LONE_STEPS = 3, 4
 BATCH_ROUNDS, BATCH_STEPS = 1, 8
-# Both rings compile the layers when they start, where the disk has no code of them yet.
+# Both rings compile the layers when they start, if the disk has no code of them yet.
 START_SECONDS = 600.0
 
 
@@ -56,7 +57,7 @@ def service(place: Place) -> Iterator[Line]:
 
 
 def config_of(place: Place, dtype: str, ranks: int) -> Config:
-    """Return the configuration of two rings of so many ranks, which share the GPU where there is one."""
+    """Return the configuration of two rings of `ranks` ranks each, which share the GPU if there is one."""
     rows, longest = max(place.contexts, key=lambda case: case[0] * case[1])
     tokens = max(rows * (longest + SPARE_TOKENS), max(place.prompts) + SPARE_TOKENS)
     gpus_per_rank = 0.5 / ranks if place.is_gpu else 1.0
@@ -138,7 +139,8 @@ def service_lines(place: Place, turns: Turns, theirs: dict[int, tuple[float, flo
 def _ttit(place: Place, turns: Turns, rows: int, held: int) -> float:
     """Return the mean time between tokens of a batch of conversations with `held` tokens each: median of the rounds.
 
-    The first turn makes the context. Those that are measured add one token, so all of them decode together.
+    The first turn makes the context. The turns that are measured add one token each, so that all of them decode
+    together.
     """
     drawn = [DrawnTurns(place.shape["vocab_size"], f"d{rows}x{held}-{row}") for row in range(rows)]
     rounds, more = (LONE_ROUNDS, LONE_STEPS) if rows == 1 else (BATCH_ROUNDS, BATCH_STEPS)
@@ -164,7 +166,7 @@ def tokens(place: Place) -> Iterator[Line]:
 
 
 def tokens_line(place: Place, turns: Turns, stock: StockModel) -> Line:
-    """Run a conversation of three turns by both -> the share of tokens that are equal."""
+    """Run a conversation of three turns on the service and on transformers -> the share of tokens that are equal."""
     told: list[int] = []
     pairs: list[tuple[int, int]] = []
     leads: list[float] = []

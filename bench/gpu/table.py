@@ -1,4 +1,4 @@
-"""Targets of one GPU, the sizes of its cases, and the lines that say what was measured."""
+"""Targets of one GPU, the sizes of its cases, and the lines that say what was measured, for `bench gpu`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.report import Target
 from bench.rings.kernels import GPU_SIZES, Sizes
 from bench.rings.steps import LLAMA_3_8B, write_drawn_model
 
-# Of one H100, the shape of Llama 3 8B in bfloat16, by (prompt) and (sequences, tokens of each).
+# Targets of one H100 and the shape of Llama 3 8B in bfloat16: TTFT by prompt, TTIT by (sequences, tokens of each).
 TTFT_SECONDS = {512: 0.035, 8192: 0.24, 32768: 1.25}
 TTIT_SECONDS = {(1, 512): 0.0075, (1, 32768): 0.0095, (16, 8192): 0.014}
 SECOND_OVER_TTIT = 2.0
@@ -26,7 +26,7 @@ HOST_MEMORY_OVER_SHARE = 1.2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """Line of the table. `limit` is the most that `value` may be, or the least; `beside` is what it compares with."""
+    """Line of the table. `value` may be at most, or at least, `limit`; `beside` is a text to compare it with."""
 
     part: str
     text: str
@@ -51,7 +51,7 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Device of a run and the sizes of its cases: those of the targets on a GPU, of a toy on a CPU."""
+    """Device of a run and the sizes of its cases: on a GPU those that the targets name, on a CPU those of a toy."""
 
     device: str
     dtype: str

@@ -1,4 +1,4 @@
-"""`python -m bench needle`: find a code among up to a million tokens, and check it in one process."""
+"""`python -m bench needle`: find a code among up to a million tokens, and check the answer in one process."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def _report(console: Console, found: FoundCode, right: Expected, *, is_json: boo
     from bench.needle.task import ANSWER
 
     difference = max(abs(own - other) for own, other in zip(found.logprobs, right.logprobs, strict=True))
-    is_equal = found.answer["token_ids"] == right.token_ids and difference <= ROUNDING
-    passed = is_equal and found.answer["text"] == ANSWER
+    is_equal = found.answer["token_ids"] == right.token_ids
+    passed = is_equal and difference <= ROUNDING and found.answer["text"] == ANSWER
     console.print(
         f"one process chooses {'the same' if is_equal else f'DIFFERENT tokens: {right.token_ids}'}, in "
         f"{right.seconds:.1f} s; log-probabilities differ by {difference:.1g} at most, smallest lead "

@@ -1,4 +1,4 @@
-"""`python -m bench papers`: published times of arXiv 2411.01783 beside predictions, and the errors of these."""
+"""`python -m bench papers`: published times of arXiv 2411.01783 beside predictions, and the predictions' errors."""
 
 from __future__ import annotations
 

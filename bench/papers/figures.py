@@ -1,4 +1,4 @@
-"""Figures 6 to 9 of arXiv 2411.01783 redrawn. matplotlib is an optional extra."""
+"""Figures 6 to 9 of arXiv 2411.01783 redrawn, for `bench papers --plot`. matplotlib is an optional extra."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _long_contexts() -> Figure:
 
 
 def _speed_ratio() -> Figure:
-    """Draw figure 9: pass-KV against pass-Q over the miss rate, by the shipped profile."""
+    """Draw figure 9: pass-Q's time over pass-KV's, by miss rate, with the shipped profile."""
     rows = [row for row in reproduce().prefills if row.table == "4"]
     misses = [row.sample.new_tokens / (row.sample.new_tokens + row.sample.cached_tokens) for row in table_4()[::2]]
     pairs = list(zip(rows[::2], rows[1::2], strict=True))
@@ -117,7 +117,7 @@ def _speed_ratio() -> Figure:
 
 
 def _crosses(axes: Axes, cp: int, tp: int, color: str, most: int) -> None:
-    """Mark the published full prefills of this size."""
+    """Mark the published full prefills of `cp` and `tp`, up to `most` tokens."""
     known = [
         (row.sample.new_tokens, row.sample.seconds)
         for row in full_prefills()

@@ -1,4 +1,8 @@
-"""Tables of arXiv 2411.01783: Llama 3 405B with FP8 MLPs on the platform GTT. Times in seconds."""
+"""Tables of arXiv 2411.01783: Llama 3 405B with FP8 MLPs on the platform GTT. Times in seconds.
+
+The package's CSV files hold the tables. `bench papers` compares predictions with them; `bench systems` and tests of the
+cost model use the model.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ TABLE_5_TOKENS = 128_000
 TP = 8
 # The paper's pass-Q returns partial outputs in bf16.
 PARTIAL_BYTES = 2
-# Weight of a column that is a part of another one: the columns of table 8 do not add up to its last one.
+# Weight of a column of table 8 that is a part of its last one: the parts do not add up to the last.
 PART_WEIGHT = 0.1
 
 
@@ -127,7 +131,7 @@ def table_5() -> list[PublishedIteration]:
 
 
 def table_8() -> list[PublishedStep]:
-    """Return the columns of table 8 without those that are 0."""
+    """Return the times of table 8 that are not 0 and do not repeat another."""
     columns = {
         "attention_op_us": StepPart.CALL,
         "ring_attention_us": StepPart.ATTENTION,
@@ -140,7 +144,7 @@ def table_8() -> list[PublishedStep]:
         cp, tp = _parallelism(row["parallelism"])
         context, batch = int(row["context_tokens"]), int(row["batch"])
         for column, part in columns.items():
-            # On one rank the whole and the ring columns are its one attention call.
+            # On one rank both of these columns, and the whole, are the one attention call.
             is_repeated = cp == 1 and part in (StepPart.CALL, StepPart.ATTENTION)
             if float(row[column]) and not is_repeated:
                 weight = 1.0 if part is StepPart.WHOLE else PART_WEIGHT

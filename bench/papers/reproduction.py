@@ -1,7 +1,8 @@
 """Published times of arXiv 2411.01783 beside the predictions of the cost model, and the selectors on its table 4.
 
 Every TTFT is predicted twice: by the shipped profile, which is fitted to all rows, and by constants fitted to the half
-of the rows without it. The second error measures how far a prediction can be trusted.
+of the rows without it. The error of the second shows how far a prediction can be trusted. `bench papers` prints all;
+pure functions.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def score_selectors(profile: HardwareProfile) -> tuple[SelectorScore, ...]:
         (f"Algorithm 5, C/BW {fifth:.0f}", True, lambda turn: algorithm_5(turn, whole, fifth, 1.0).algorithm),
         ("empirical, fitted", True, lambda turn: empirical(turn, fit).algorithm),
         ("cost model, the smaller time", True, smaller),
-        # Ties within 2% go to pass-KV, which costs under 2%.
+        # Times within 2% of each other are a tie, which pass-KV wins: that costs less than 2%.
         ("auto: cost model with ties", False, auto),
     ]
     return tuple(_score(name, is_calibrated, chooser, turns) for name, is_calibrated, chooser in named)
@@ -199,7 +200,7 @@ def root_mean_square(errors: Sequence[float]) -> float:
 
 
 def _iterations(profile: HardwareProfile) -> Iterator[ReproducedRow]:
-    """Reproduce table 5, whose exchanges are transfers alone; a hop of the model includes the wait for a late peer."""
+    """Reproduce table 5. Its exchanges are transfers only; a hop of the model includes the wait for a late peer."""
     model = published_model().shape
     for row in table_5():
         cost = predict_turn(

@@ -39,7 +39,7 @@ RINGS = {PASS_KV: "pass_kv", PASS_Q: "pass_q"}
 WINDOWED_RINGS = {"pass-KV, window": "pass_kv", "pass-Q, window": "pass_q"}
 TORCH_RINGS = {TORCH_GATHER: "allgather", TORCH_SHIFT: "alltoall"}
 
-# Largest difference between two outputs: float32 on the same inputs, summed in another order.
+# Largest allowed difference between two outputs: float32 on the same inputs, summed in another order.
 MAX_DIFFERENCE = 1e-4
 
 
@@ -54,7 +54,7 @@ class AttentionShape:
 class AttentionTask:
     """Attention by the contender `name` over `tokens` new tokens of the ring after `cached` ones, `repeats` times.
 
-    Only ringserve's rings take cached tokens, and the windowed ones a `window`; `threads` matter to SDPA alone.
+    Only ringserve's rings take cached tokens, and the windowed ones a `window`; `threads` matter only to SDPA.
     """
 
     name: str
@@ -66,7 +66,7 @@ class AttentionTask:
 
 
 class AttentionRank:
-    """Rank of the attention bench with its own inputs; all contenders with a window, or without, give one output."""
+    """Rank of the attention bench, with its own inputs. All contenders of one window must give the same output."""
 
     def __init__(self, shape: AttentionShape, place: RankPlace) -> None:
         self._shape = shape
@@ -164,9 +164,9 @@ class AttentionRank:
 FASTER_THAN_TORCH = 1.1
 FASTER_THAN_TORCH_TOKENS = 4096
 
-# Operations of one measurement: about a twentieth of a second on one core.
+# Operations of each rank in one measurement: about a twentieth of a second on one core.
 WORTH_TIMING_FLOPS = 2.5e9
-# Limit for small tasks, where messages take longer than arithmetic.
+# Limit on repeats for small tasks, whose messages take longer than their arithmetic.
 MAX_REPEATS = 50
 
 Measured = Mapping[tuple[str, int], Series]

@@ -40,12 +40,12 @@ With --rings-only, bare rings of processes are measured without a service."""
 PREFILL_HELP = f"""Time to first token of random prompts.
 {SERVED_HELP}"""
 DECODE_HELP = f"""Time between tokens of one stream, in conversations of --context tokens that grow by a turn a round.
-{SERVED_HELP} Their KV is then random
-numbers, written directly: nothing is prefilled. With --layers the weights are random too. The cost of a step depends
-on neither."""
+{SERVED_HELP}
+The KV of bare rings is random numbers, written directly: nothing is prefilled. With --layers their weights are random
+too. The cost of a step depends on neither."""
 DECODE_LAYERS = 16
 LEAST_STEPS = 4
-# Sizes by default: of the whole service, and of bare rings.
+# Default sizes of the whole service, then of bare rings.
 SERVED_TOKENS, SERVED_RANKS, SERVED_STEPS = [512, 2048, 6000], [2], 24
 RING_TOKENS, RING_CONTEXTS, RING_SIZES = [4096, 16384], [2048, 16384, 65536], [1, 2]
 RING_STEPS, RING_BATCHES = 8, [1, 8]
@@ -62,7 +62,7 @@ def add(commands: Subcommands) -> None:
         "--cached",
         type=int,
         default=0,
-        help="cached tokens before the new ones; measures ringserve's rings alone (default: 0)",
+        help="cached tokens before the new ones; then only ringserve's rings are measured (default: 0)",
     )
     attention.add_argument(
         "--window",
@@ -115,7 +115,8 @@ def add(commands: Subcommands) -> None:
         "--short",
         type=_count,
         metavar="TOKENS",
-        help="tokens of all sequences of a batch but one, spread and whole on a rank each (default: --context)",
+        help="tokens of all sequences of a batch but one, measured spread over the ranks and whole on one rank each "
+        "(default: --context)",
     )
     decode.add_argument(
         "--layers", type=int, help=f"layers of the model of bare rings, 0 for its own (default: {DECODE_LAYERS})"

@@ -33,7 +33,7 @@ LOOP_END_SECONDS = 10.0
 class DecodeCase:
     """Case of `batch` sequences of `context` tokens each, decoded for `steps` steps.
 
-    With `short` tokens all sequences but the first have so many.
+    If `short` is not 0, all sequences but the first have `short` tokens.
     """
 
     context: int
@@ -44,7 +44,8 @@ class DecodeCase:
     def tables(self, num_ranks: int, *, is_whole: bool = False) -> list[list[range]]:
         """Return the blocks of each sequence on every rank, with room for the decoded tokens.
 
-        Where short sequences lie whole on a rank, the others have no block of them; the ranks take turns.
+        With `is_whole` each short sequence lies whole on one rank, the ranks taking turns, and the other ranks have no
+        block of it.
         """
         ends, tables = [0] * num_ranks, []
         for row in range(self.batch):
@@ -83,7 +84,7 @@ class DecodeCase:
 class DecodeTask:
     """Case decoded by one policy: a variant, or the variant that the ring's rule chooses for a step (`auto`).
 
-    `is_whole` puts short sequences whole on a rank each.
+    `is_whole` puts each short sequence whole on one rank.
     """
 
     case: DecodeCase
@@ -94,7 +95,7 @@ class DecodeTask:
 class DecodeRank:
     """Rank of the decode bench: a worker with a running decode loop.
 
-    The first rank submits the batch and takes a step to end when its tokens arrive.
+    The first rank submits the batch, and counts a step as ended when the step's tokens arrive.
     """
 
     def __init__(self, model: str, cases: tuple[DecodeCase, ...], variant: str, place: RankPlace) -> None:
@@ -165,12 +166,12 @@ LONG_OVER_ONE = 0.65
 SHORT_CONTEXT = 2048
 SHORT_OVER_ONE = 1.2
 SHORT_LAYERS = 16
-# Largest accepted ratio of the rule's variant to the better one.
 AUTO = "auto"
+# Largest accepted ratio of the time with `auto` to that with the better variant.
 AUTO_OVER_BEST = 1.05
 
 WHOLE = ", whole"
-"""End of a contender's name whose short sequences lie whole on a rank each."""
+"""End of the name of a contender whose short sequences lie whole on one rank each."""
 WHOLE_OVER_SPREAD = 0.95
 
 Measured = Mapping[tuple[str, int], Series]
@@ -181,10 +182,10 @@ def num_measurements(ranks: Sequence[int], cases: Sequence[DecodeCase], num_roun
 
 
 def _ways(case: DecodeCase, num_ranks: int) -> Sequence[tuple[str, bool]]:
-    """Return the policies of a case, each with short sequences spread, and whole where there are any."""
+    """Return the policies of a case; if it has short sequences, each with these spread and with these whole."""
     if not case.short:
         return [(policy, False) for policy in _policies(num_ranks)]
-    policies = [policy for policy in _policies(num_ranks) if policy != HELIX]  # all its ranks attend shards of all rows
+    policies = [policy for policy in _policies(num_ranks) if policy != HELIX]  # in helix all ranks attend to all rows
     return [(policy, is_whole) for policy in policies for is_whole in ((False, True) if num_ranks > 1 else (False,))]
 
 
@@ -194,7 +195,7 @@ def _policies(num_ranks: int) -> Sequence[str]:
 
 
 def _weights_of(policy: str) -> str:
-    """Return the variant with which a ring starts that follows a policy: helix cuts its weights then."""
+    """Return the variant with which a ring that follows a policy starts: helix cuts the weights at the start."""
     return HELIX if policy == HELIX else GATHER
 
 
@@ -283,7 +284,7 @@ def _targets(info: ModelInfo, case: DecodeCase, measured: Measured) -> list[Targ
 
 
 def _whole_targets(case: DecodeCase, measured: Measured) -> list[Target]:
-    """Return the time of short sequences that lie whole on a rank each, over that of spread ones."""
+    """Return targets of the time of short sequences that lie whole on one rank each, over that of spread ones."""
     return [
         Target(
             f"{name} over spread, {ranks} ranks, {case.context} tokens and {case.batch - 1} times {case.short}",
@@ -297,7 +298,7 @@ def _whole_targets(case: DecodeCase, measured: Measured) -> list[Target]:
 
 
 def _rule_targets(case: DecodeCase, measured: Measured) -> list[Target]:
-    """Return the loss of the rule of a step against the better variant, for each ring that has a choice."""
+    """Return targets of the time with `auto` over that of the better variant, for each ring that has a choice."""
     targets = []
     for ranks in (ranks for name, ranks in measured if name == AUTO):
         best = min(

@@ -1,4 +1,4 @@
-"""`python -m bench attention --device`: the kernels of one device, each beside the others that serve it there.
+"""`python -m bench attention --device`: the kernels of one device, each beside the others for the same work there.
 
 Prefill attention, decode attention over scattered blocks, linear layers on CPUs, merge of parts and sampling, with the
 shapes of a layer and a vocabulary. Shapes: T query tokens, S stored tokens, B sequences, H query heads, K KV heads, D
@@ -41,7 +41,7 @@ from ringserve.workers.sampling.sampler import RowSampler, sample_rows
 PAGE_TOKENS = 16
 # Copy, prefill, windows, decode, linear layers, merge and sampling.
 NUM_KINDS = 7
-# Calls of one measurement, so that a start of the clock does not weigh in it.
+# Calls of one measurement, so that reading the clock does not weigh in it.
 CALLS = 5
 COPIED_BYTES = 1 << 30
 # Rows up to which a product is bound by the bytes of its weights.
@@ -91,7 +91,7 @@ CPU_SIZES = Sizes(
 
 
 def kernel_row(what: str, case: str, kernel: str, seconds: float, rate: float, unit: str) -> Row:
-    """Return the median seconds of one call of a kernel, and the rate that its operations or bytes make of them."""
+    """Return the row of a kernel: the median seconds of one call, and the rate of its operations or bytes."""
     figures: dict[str, Figure] = {"milliseconds": 1e3 * seconds, "rate": rate, "unit": unit}
     return Row(keys={"what": what, "case": case, "kernel": kernel}, figures=figures)
 
@@ -99,12 +99,12 @@ def kernel_row(what: str, case: str, kernel: str, seconds: float, rate: float, u
 def measure_kernels(
     shape: AttentionShape, device: torch.device, dtype: torch.dtype, sizes: Sizes, num_rounds: int, tell: Tell
 ) -> list[Row]:
-    """Measure every case with every fast backend that serves the device. Raises ConfigError if it is not there.
+    """Measure every case with every fast backend that serves the device. Raises ConfigError if there is no GPU.
 
     `tell` hears of each of NUM_KINDS kinds of measurements.
     """
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device: 'cuda', but torch finds no GPU here; without it rings are measured on CPUs")
+        raise ConfigError("--device: 'cuda', but torch finds no GPU here; without --device rings are measured on CPUs")
     names = [kind.name for kind in BACKENDS if kind.is_fast and kind.supports(device, dtype)]
     if FlashAttention.supports(device, dtype) and importlib.util.find_spec("flash_attn") is not None:
         names.append(FlashAttention.name)
@@ -163,7 +163,7 @@ class KernelBench:
                 yield kernel_row("prefill", case, backend.name, seconds, flops / seconds / 1e12, "TFLOP/s")
 
     def windows(self, sizes: Sizes) -> Iterator[Row]:
-        """Measure prefill under a window by each backend, counted by the pairs of tokens that see each other."""
+        """Measure prefill under a window by each backend; operations count for pairs of tokens that see each other."""
         heads, scale = self._shape.num_heads, self._shape.head_dim**-0.5
         for tokens, window in sizes.windows:
             q = self._draw(tokens, heads)
@@ -271,7 +271,7 @@ class KernelBench:
         return PagedShards(k, v, order.view(batch, pages), (stored,) * batch, lengths)
 
     def _seconds(self, call: Callable[[], object]) -> float:
-        """Return the median seconds of a call, measured by events of the device where it has them."""
+        """Return the median seconds of a call, measured by events of the device if it has them."""
         for _ in range(3):  # the first calls compile and allocate
             call()
         return median(self._timed(call) for _ in range(self._num_rounds)) / CALLS

@@ -3,9 +3,9 @@
     python -m bench kv-carrier --megabytes 64 --messages 262144,1048576,4194304 --json
 
 The two processes have one thread of computation each. A run lasts from the first byte offered until the receiver
-confirms the last one. All bytes end in preallocated memory: a message buffer, or for `kv_transfer` (this project's own
-sender and receiver, with their checks and the copy from staging) the cache itself. Candidates that are not installed
-are skipped and named. `--tls` measures the cost of encryption, `--carrier nixl` KV by NIXL.
+confirms the last one. All bytes end up in preallocated memory: a message buffer, or for `kv_transfer` (this project's
+own sender and receiver, with their checks and the copy from staging) the cache itself. Candidates that are not
+installed are skipped and named. `--tls` measures the cost of encryption, `--carrier nixl` KV by NIXL.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ import psutil
 
 from bench.options import Subcommands
 from bench.report import Row, table
+from ringserve.cp_core.errors import Unavailable
 from ringserve.services.offline.reports import Summary
 from ringserve.services.offline.terminal import console, print_table
 
@@ -213,7 +214,7 @@ def kv_cache(load: Load) -> Any:
 
 
 def way_of(carrier: str, name: str, device: str) -> dict[str, Any]:
-    """Return what makes an end of a transfer go by TLS, with the certificate of this run, or by NIXL."""
+    """Return the arguments with which an end of a transfer uses TLS, with this run's certificate, or NIXL."""
     import torch
 
     from ringserve.cp_core.transport.peer_tls import PeerTls
@@ -290,7 +291,7 @@ CARRIERS = {"sockets": (KV_TRANSFER,), "nixl": (KV_BY_NIXL,)}
 
 
 def cpu_seconds(pids: Sequence[int]) -> float:
-    """Processor time of all threads of these processes until now."""
+    """Return the processor time of all threads of these processes until now."""
     times = [psutil.Process(pid).cpu_times() for pid in pids]
     return float(sum(item.user + item.system for item in times))
 
@@ -312,7 +313,7 @@ def measure_here(candidate: Candidate, load: Load, peer: Connection, peer_pid: i
 
 
 def measure(candidate: Candidate, load: Load) -> Row:
-    """Measure one candidate in new processes, so that it inherits no threads."""
+    """Measure one candidate in new processes, so that it inherits no threads. Raises Unavailable."""
     spawn = multiprocessing.get_context("spawn")
     sender_end, receiver_end = spawn.Pipe()
     result, result_end = spawn.Pipe(duplex=False)
@@ -321,10 +322,13 @@ def measure(candidate: Candidate, load: Load) -> Row:
     arguments = (candidate, load, sender_end, receiver.pid, result_end)
     sender = spawn.Process(target=measure_here, args=arguments, daemon=True)
     sender.start()
+    result_end.close()
     try:
         if not result.poll(WAIT_SECONDS):
-            raise SystemExit(f"{candidate.name} did not end within {WAIT_SECONDS:g} s")
+            raise Unavailable(f"{candidate.name} did not end within {WAIT_SECONDS:g} s")
         seconds, cpu = result.recv()
+    except EOFError:
+        raise Unavailable(f"the sender of {candidate.name} has ended") from None
     finally:
         for process in (sender, receiver):
             process.join(10.0)
@@ -354,8 +358,8 @@ def add(commands: Subcommands) -> None:
     parser = commands.add_parser("kv-carrier", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--megabytes", type=int, default=64, help="payload of one run (64)")
     parser.add_argument("--messages", default="262144,1048576,4194304", help="message sizes in bytes, with commas")
-    parser.add_argument("--repeats", type=int, default=7, help="timed runs each (7)")
-    parser.add_argument("--tls", action="store_true", help="only kv_transfer, with and without")
+    parser.add_argument("--repeats", type=int, default=7, help="timed runs of each candidate (7)")
+    parser.add_argument("--tls", action="store_true", help="only kv_transfer, with and without TLS")
     parser.add_argument("--carrier", choices=CARRIERS, help="only kv_transfer, by this carrier")
     parser.add_argument("--device", default="cpu", help="memory of the KV of kv_transfer: cpu (default), cuda:0")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")

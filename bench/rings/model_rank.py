@@ -1,4 +1,7 @@
-"""Rank workers and models of measurements."""
+"""Rank workers, steps and models with which the benches of rings and of selection measure.
+
+Each rank process of a bench starts its own worker; the models lie in temporary directories.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ def blocks_for(num_tokens: int) -> int:
 
 
 class Sharing(StrEnum):
-    """Shares of bench ranks: of the tokens; of weights and heads of all tokens; of rows between these as well."""
+    """What bench ranks share: tokens; weights and heads for all tokens; these and rows between attention and MLP."""
 
     TOKENS = "ring"
     HEADS = "tensor parallel"
@@ -55,7 +58,7 @@ def start_worker(
 ) -> RankWorker:
     """Start a worker at its place in the ring and measure its rates; collective. Raises ModelRefused, Unavailable.
 
-    Ranks that share heads may be more than the KV heads.
+    There may be more ranks that share heads than KV heads.
     """
     shares_heads = sharing is not Sharing.TOKENS
     worker = RankWorker()
@@ -85,7 +88,7 @@ def start_worker(
 
 
 def attach(worker: RankWorker, transport: RingTransport, sharing: Sharing) -> None:
-    """Let the worker use a connected ring, over which tokens are shared, or heads."""
+    """Let the worker use a connected ring, whose ranks share the tokens or the heads."""
     if sharing is not Sharing.TOKENS and transport.size > 1:
         worker.attach(InProcessRing(1).transports[0], transport)
     else:
@@ -97,7 +100,7 @@ def bench_step(
 ) -> PrefillStep:
     """Return a step of one sequence by an algorithm.
 
-    A chain has these cuts, and stores as evenly as they allow; SP-NTP has so many segments.
+    `cuts` are those of a chain, which stores KV as evenly as they allow; `num_segments` are those of SP-NTP.
     """
     level = piece.layout
     if algorithm is Algorithm.SP_NTP and num_segments > 1:
@@ -113,7 +116,7 @@ def bench_step(
 
 
 def even_cuts(shape: ModelShape, num_ranks: int, new_tokens: int, cached_tokens: int) -> Cuts:
-    """Return the cuts by which all ranks of a chain have equally many FLOP, where no rates are known."""
+    """Return the cuts by which all ranks of a chain have equally many FLOP, for chains whose rates are not known."""
     rates = RingRates(gemm_flops=1.0, attention_flops=1.0, link_bytes_per_second=math.inf, link_latency_seconds=0.0)
     return equal_work_cuts(new_tokens, cached_tokens, chain_rates(shape, PrefillRates(ring=rates), num_ranks))
 

@@ -1,4 +1,4 @@
-"""Floating-point operations of the measured work."""
+"""Floating-point operations of the work that the benches of rings measure. Pure functions."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from ringserve.workers.sampling.parameters import SamplingParameters
 
 @dataclass(frozen=True, slots=True)
 class PrefillTask:
-    """Prefill of the prompt `token_ids`, or a matrix product if it is None; `threads` matter to transformers alone."""
+    """Prefill of the prompt `token_ids`, or a matrix product if it is None; `threads` matter only to transformers."""
 
     token_ids: TokenIds | None
     threads: int = 1
@@ -40,8 +40,8 @@ class PrefillTask:
 class PrefillRank:
     """Rank of the prefill bench. A measurement ends with the sampled token: TTFT without the service.
 
-    Ranks that share heads have all tokens, and two sums a layer join them; `algorithm` is that of ranks that share the
-    tokens.
+    Ranks that share heads have all tokens, and join their parts by two sums per layer. Only ranks that share the tokens
+    use `algorithm`.
     """
 
     def __init__(self, model: str, max_tokens: int, algorithm: Algorithm, sharing: Sharing, place: RankPlace) -> None:
@@ -49,7 +49,8 @@ class PrefillRank:
         self._algorithm = algorithm
         self._cp = place.num_ranks if sharing is Sharing.TOKENS else 1
         self._shape = read_model_info(resolve_model_path(model)).shape
-        # The 2N-chunk layout gives no rank more than two tokens over its share, and the KV of a chain lies like it.
+        # The 2N-chunk layout gives no rank more than two tokens over its share, and a chain stores its KV in that
+        # layout.
         self._num_blocks = blocks_for(max_tokens // self._cp + 2)
         self._worker = start_worker(place, "prefill", model, self._num_blocks, sharing=sharing)
 
@@ -127,9 +128,9 @@ def measure_prefill(
 ) -> Report:
     """Measure all rings and transformers in alternation for each number of tokens.
 
-    Beside them `tensor_ranks` processes share the weights, over the same transport. New processes run each number, so
-    that peak memory is that of one prompt. Raises ModelRefused, Unavailable, ConfigError for processes that cannot
-    share the heads.
+    Beside them `tensor_ranks` processes share the weights, over the same transport. Each number of tokens runs in new
+    processes, so that peak memory is that of one prompt. Raises ModelRefused, Unavailable, ConfigError for processes
+    that cannot share the heads.
     """
     info = read_model_info(resolve_model_path(model), "float32")
     for size in tensor_ranks:
@@ -206,7 +207,7 @@ def _row(info: ModelInfo, tokens: int, series: Series, measured: Measured) -> Ro
 
 def _targets(rows: Sequence[Row], tokens: int, measured: Measured) -> list[Target]:
     targets = [
-        # Published, of hosts of 8 GPUs: 1.42 on 2 (arXiv 2411.01783, table 7), 1.81 on 4.
+        # The ratio as published, for hosts of 8 GPUs: 1.42 on 2 hosts (arXiv 2411.01783, table 7), 1.81 on 4.
         Target(
             f"TTFT of {name} over a ring, {size} ranks, {tokens} tokens",
             paired_ratio(series.seconds, measured[RING, size].seconds),

@@ -1,4 +1,7 @@
-"""Rings of processes that wait for tasks, so that several rings exist at once and are measured in alternation."""
+"""Rings of processes that wait for tasks, so that several rings exist at once and are measured in alternation.
+
+The benches of rings, selection and service start them. A ring owns its processes and the pipes to them.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +30,15 @@ class Network(Protocol):
         ...
 
     def enter(self) -> None:
-        """Enter the network, first of all, in the rank's process. Raises Unavailable."""
+        """Enter the network; the rank's process does this first. Raises Unavailable."""
         ...
 
     def connect(self, rank: int, pid: int) -> None:
-        """Connect the rank's process, in the measuring process, after it entered. Raises Unavailable."""
+        """Connect the process of a rank that has entered; the measuring process does this. Raises Unavailable."""
         ...
 
     def settle(self, rank: int) -> None:
-        """Configure the connected rank, in the rank's process. Raises Unavailable."""
+        """Configure the connected rank's side; the rank's process does this. Raises Unavailable."""
         ...
 
 
@@ -62,7 +65,7 @@ JOIN_SECONDS = 10.0
 
 
 class BenchRank(Protocol):
-    """Work of one rank, which measures a task together with its peers; `ask` allows other answers than samples."""
+    """Work of one rank, which runs a task together with its peers; the result is a Sample, or anything for `ask`."""
 
     def measure(self, task: Any) -> Any: ...
 
@@ -71,7 +74,7 @@ class BenchRank(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Place of a rank: the `transport` to its peers, and `host` and `port` of the store for other rendezvous."""
+    """Place of a rank: the `transport` to its peers, and `host` and `port` of the ring's store for other rendezvous."""
 
     rank: int
     num_ranks: int
@@ -88,7 +91,7 @@ class Failure:
 
 
 class RingProcesses:
-    """Ring of `num_ranks` processes of one thread, each with the bench rank that `make(place)` returns.
+    """Ring of `num_ranks` single-threaded processes, each with the bench rank that `make(place)` returns.
 
     `transport` moves the ring's messages, as in the configuration; the processes rendezvous in `network`. The context
     ends with all processes gone. Raises Unavailable when a rank fails or does not answer within TASK_SECONDS.
@@ -102,7 +105,7 @@ class RingProcesses:
         network: Network | None = None,
     ) -> None:
         self._network: Network = network or Loopback()
-        # Ranks are forked from a process of one thread with all imports done.
+        # Ranks are forked from a single-threaded process that has done all imports.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, (make.func if isinstance(make, partial) else make).__module__])
         self._pipes: list[Connection] = []

@@ -1,4 +1,8 @@
-"""Measurements in rounds: contenders alternate, so that a drifting machine affects all of them."""
+"""Measurements in rounds: contenders alternate, so that a drifting machine affects all of them.
+
+The benches of rings, selection, service and GPU use it; `timed` runs in every rank, `alternate` in the measuring
+process. The file holds no state.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +22,9 @@ from ringserve.services.offline.reports import Summary
 class Sample:
     """Sample of one rank.
 
-    `seconds` run from a common start to this rank's end; `cpu_seconds` are those of all its threads, `wait_seconds`
-    those spent waiting for messages, `peak_memory_bytes` the most memory since the process began. It sent `bytes_sent`
-    to its peers.
+    Times and bytes are the mean of one repeat. `seconds` run from a common start to this rank's end, `cpu_seconds`
+    count all its threads, `wait_seconds` is the time spent waiting for messages, `bytes_sent` went to its peers.
+    `peak_memory_bytes` is the maximum since the process began.
     """
 
     seconds: float
@@ -31,7 +35,7 @@ class Sample:
 
 
 def timed(transport: RingTransport, run: Callable[[], object], repeats: int = 1) -> Sample:
-    """Wait for all ranks, then time the mean of `repeats` calls of `run`. Collective."""
+    """Wait for all ranks, then return the mean of `repeats` calls of `run`. Collective."""
     barrier(transport)
     waited, sent = transport.stats.seconds_waited, transport.stats.bytes_sent
     cpu, start = time.process_time(), time.perf_counter()
@@ -58,7 +62,7 @@ def timed_gemm(transport: RingTransport) -> Sample:
 
 
 def peak_memory_bytes() -> int:
-    """Return Linux's high-water mark of this process; `getrusage` would inherit that of the parent."""
+    """Return this process's peak memory as Linux counts it; the one of `getrusage` would start at the parent's."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024

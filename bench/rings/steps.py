@@ -1,6 +1,7 @@
-"""`python -m bench steps`: one rank's steps of prefill and decode, by the forms that its layers can have.
+"""`python -m bench steps`: one rank's steps of prefill and decode, for each form that its layers can have.
 
-The rank is a process of its own without a service, a ring of one. Its KV is random numbers in blocks of random order.
+Its command and the GPU bench use it. The rank is a ring of one in the bench's process, without a service. It owns a
+cache of random KV, whose blocks are used in random order, and changes the model's layers.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from ringserve.workers.protocol.transfers import TransferKey
 from ringserve.workers.sampling.parameters import Sampled, SamplingParameters
 
 RING_SECONDS = 600.0
-# Steps before those that count: kernels are chosen, compiled and recorded in them.
+# Steps before the measured ones: kernels are chosen, compiled and recorded in them.
 WARM_STEPS = 4
 WARM_PROMPTS = 2
 NUM_DRAFTS = 7
@@ -62,12 +63,11 @@ DRAFTED = "drafted"
 FORMS = (TRANSFORMERS, STOCK, JOINED, COMPILED, RECORDED, AHEAD, DRAFTED, FP8_MLPS)
 FORMS_OF_CPUS = (TRANSFORMERS, STOCK, JOINED, FP8_MLPS)
 FORMS_OF_RANKS = (TRANSFORMERS, STOCK, PACKED)
-"""`transformers` has attention and cache of its own, `stock` the modules alone, `packed` what ranks of CPUs have.
+"""`transformers` brings its own attention and cache, `stock` only its modules; `packed` is the form of ranks on CPUs.
 
-`drafted` steps check NUM_DRAFTS drafts of each sequence, all wrong; short prompts of the forms behind `compiled` are
-recorded as well.
-
-On a CPU nothing is recorded, and its layers of 8-bit floats show their numbers, not their time.
+`drafted` steps check NUM_DRAFTS drafts of each sequence and reject all. The forms after `compiled` record short prompts
+too. On a CPU nothing is recorded, and layers of 8-bit floats show how far their logits differ, but not how fast a GPU
+is.
 """
 
 LLAMA_3_8B = {
@@ -88,7 +88,7 @@ LLAMA_3_8B = {
 
 @dataclass(frozen=True, slots=True)
 class StepCases:
-    """Cases of a run: new tokens of prompts, and (sequences, tokens of each) of decode steps."""
+    """Cases of a run: the new tokens of each prompt, and (sequences, context tokens of each) of each decode step."""
 
     prefill: tuple[int, ...]
     decode: tuple[tuple[int, int], ...]
@@ -181,7 +181,7 @@ class StepBench:
         recorder: Recorder | None = None,
         compiler: str = "inductor",
     ) -> None:
-        """Take the model as it is loaded; `recorder` and `compiler` stand in for those of a GPU in tests.
+        """Take the model as it is loaded; tests without a GPU give another `recorder` and `compiler`.
 
         Raises ConfigError for an attention backend that does not serve the device.
         """
@@ -210,10 +210,7 @@ class StepBench:
     def measure(
         self, forms: tuple[str, ...], tell: Tell, only: Container[str] | None = None
     ) -> tuple[list[Row], list[LogitsChange]]:
-        """Measure every case by the forms in `only` (None: by all). The layers take all, in the order of FORMS.
-
-        `tell` hears of each form.
-        """
+        """Bring the layers into each form in turn, and measure every case in the forms of `only` (None: in all)."""
         figures, changes = list[Row](), list[LogitsChange]()
         with torch.inference_mode():
             before = self._logits()
@@ -228,7 +225,7 @@ class StepBench:
         return figures, changes
 
     def _take(self, form: str) -> None:
-        """Bring the layers into a form, after all before it."""
+        """Bring the layers from the form before into this one."""
         if form == PACKED:
             self._model.pack_weights(with_head=True)
         if form == JOINED:
@@ -298,7 +295,7 @@ class StepBench:
     def _decode_seconds(self, batch: int, context: int, *, is_ahead: bool, num_drafts: int) -> float:
         """Return the median seconds of a step until its tokens are read.
 
-        If `is_ahead`, the next step is issued before that. Drafts are taken back, even if they are right by chance.
+        If `is_ahead`, the next step is issued before they are read. All drafts are rejected, even if right by chance.
         """
         state = BatchState(0, 1, BLOCK_TOKENS)
         each = blocks_for(context + WARM_STEPS + self._cases.num_steps + num_drafts)

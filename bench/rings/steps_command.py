@@ -1,4 +1,7 @@
-"""`python -m bench steps`: steps of one rank, by the form of its layers, and what 8-bit floats change."""
+"""`python -m bench steps`: steps of one rank, by the form of its layers, and what 8-bit floats change.
+
+The bench command line registers it with `add`; `run` loads the model and prints the figures.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,10 @@ HELP = """Prefill and decode of one rank in this process, without a service. tra
 attention and cache of its own (transformers). The rank's layers then take these forms one by one: the stock modules
 with the rank's attention (stock), projections with the same input as one layer (joined), compiled by torch
 (compiled), decode steps and short prompts replayed from recordings (recorded), each step issued before the tokens of
-the last are read (ahead), steps that check seven drafts of each sequence, all taken back (drafted), MLPs of 8-bit
-floats (fp8). On a CPU nothing is compiled.
+the step before are read (ahead), steps that check seven drafts of each sequence and reject all (drafted), MLPs of
+8-bit floats (fp8). On a CPU nothing is compiled.
 At the end it says what 8-bit floats change in the logits and the most likely tokens of a prompt.
-With --packed it measures what ranks of CPUs have, in float32: packed weights, fused norms and MLPs (packed)."""
+With --packed it measures the form of ranks on CPUs, in float32: packed weights, fused norms and MLPs (packed)."""
 PIPE_WIDTH = 120
 
 
@@ -47,9 +50,9 @@ def add(kinds: Subcommands) -> None:
     parser.add_argument("--steps", type=int, default=30, help="decode steps of a measurement (default: 30)")
     parser.add_argument("--rounds", type=int, default=5, help="prompts of a measurement (default: 5)")
     parser.add_argument(
-        "--forms", help="forms to measure, with commas (default: all); the layers take those before, too"
+        "--forms", help="forms to measure, with commas (default: all); the layers also take the forms before"
     )
-    parser.add_argument("--packed", action="store_true", help="the form of ranks of CPUs beside stock modules, float32")
+    parser.add_argument("--packed", action="store_true", help="measure the form of ranks on CPUs too, in float32")
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON object")
     parser.set_defaults(run=run)
 
@@ -67,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device: 'cuda', but torch finds no GPU here; allowed is cpu")
     if options.packed and options.device == "cuda":
-        raise ConfigError("--packed: a form of CPUs, not with --device cuda")
+        raise ConfigError("--packed: a form for CPUs, which excludes --device cuda")
     cases = StepCases(
         prefill=tuple(_number("--prefill", each) for each in options.prefill.split(",") if each),
         decode=tuple(_pair(each) for each in options.decode.split(",") if each),
@@ -96,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _number(option: str, text: str) -> int:
     if not text.isdecimal() or not int(text):
-        raise ConfigError(f"{option}: {text!r} is no number of 1 or more")
+        raise ConfigError(f"{option}: {text!r} is not a whole number of 1 or more")
     return int(text)
 
 

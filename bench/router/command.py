@@ -1,4 +1,7 @@
-"""`python -m bench router`: plan decisions a second, with many conversations and many rings."""
+"""`python -m bench router`: plan decisions a second, with many conversations and many rings.
+
+The bench command line registers it with `add`; `run` measures and prints the report.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +31,15 @@ EXAMPLE = """example:
   python -m bench router --conversations 1000 --rings 50 --tokens 10000 --json
   python -m bench router --restart --conversations 100000
 """
-HELP = """A real router in this process, with rings that reserve at once and compute nothing. Half of the rings are
+HELP = """A real router in this process, with fake rings that reserve at once and compute nothing. Half of the rings are
 prefill rings; rings have 1, 2, 4 or 8 ranks and rates that differ by 10%. A decision is one BeginTurn: match the
 prompt, choose the rings, reserve, plan. Turns come one after the other, without gRPC. Every second conversation
-is in a journal, and at most 5000 are. The first 20000 conversations have further turns, all others are idle. Then
-parts of the router's work are measured one by one.
+is in a journal, or fewer if these would be over 5000. The first 20000 conversations have further turns, all others
+are idle. Then parts of the router's work are measured one by one.
 
-With --restart the journal is written first, and a router is started on it as a process, killed, and started again.
-Rings tell it that they retain the KV of all conversations. Measured is the time from the kill to the first BeginTurn
-that is answered over its port, and those that follow."""
+With --restart the journal is written first, and a router process is started with it, killed, and started again.
+Rings tell it that they retain the KV of all conversations. It measures the time from the kill until the first
+BeginTurn is answered over the router's port, and the decisions that follow."""
 PIPE_WIDTH = 120
 MOST = 1_000_000
 DECISION_MILLISECONDS = 1.0
@@ -67,7 +70,7 @@ def add(kinds: Subcommands) -> None:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default: {default})")
     parser.add_argument("--rounds", type=int, default=20, help="measurements of each part (default: 20)")
     parser.add_argument(
-        "--journal", metavar="DIR", default="", help="directory of the journal (default: a temporary one; none: off)"
+        "--journal", metavar="DIR", default="", help="journal's directory (default: a temporary one; none: no journal)"
     )
     parser.add_argument("--restart", action="store_true", help="measure a restart from the journal instead")
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
@@ -135,7 +138,7 @@ def _restart_lines(report: RestartReport, machine: tuple[float, float]) -> list[
 
 @contextmanager
 def _journal(directory: str) -> Iterator[Path | None]:
-    """Return where the journals of this run lie; None if they are switched off. They do not outlive the run."""
+    """Yield the directory of this run's journals, which is deleted at the end; None if they are switched off."""
     if directory == "none":
         yield None
         return

@@ -1,4 +1,7 @@
-"""Load of the real router: turns of many conversations, one after the other, on rings that answer at once."""
+"""Load of the real router: turns of many conversations, one after the other, on rings that answer at once.
+
+The router bench calls `measure_load`. A `LoadedRouter` owns its router and the fake rings, and closes the journal.
+"""
 
 from __future__ import annotations
 
@@ -31,19 +34,19 @@ VOCABULARY = 32_000
 MAX_FOLLOWED = 20_000
 """Conversations that have further turns; all others are idle after their first."""
 MAX_JOURNALED = 5_000
-"""Conversations that are in the journal."""
+"""Maximum number of conversations in the journal."""
 MEMORY_SAMPLE = 100
-"""Conversations in the measurement of memory, whose tracing is slow."""
+"""Conversations whose memory is measured; more would take long, because tracing is slow."""
 NUM_PARTS = 10
-"""Parts of the run whose medians are compared, with a journal and without."""
+"""Parts of the run; in each, the median turn with a journal is compared with the one without."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterLoad:
     """Load of the router: `turns` turns in each conversation, the first of `tokens` tokens, the others of `follow_up`.
 
-    Half of the `rings` are prefill rings; their sizes and rates differ. Of many conversations the first MAX_FOLLOWED
-    have further turns, and every few are in the journal.
+    Half of the `rings` are prefill rings; their sizes and rates differ. Only the first MAX_FOLLOWED conversations have
+    further turns, and at most MAX_JOURNALED are in the journal.
     """
 
     conversations: int = 10_000
@@ -60,15 +63,15 @@ class RouterLoad:
         return self.conversations + (self.turns - 1) * min(self.conversations, MAX_FOLLOWED)
 
     def is_journaled(self, name: str) -> bool:
-        """Return whether a conversation is in the journal: every second one, or fewer so that they are not too many."""
+        """Return whether a conversation is in the journal: every second one, or fewer if these are too many."""
         return int(name.rpartition("-")[2]) % max(2, -(-self.conversations // MAX_JOURNALED)) == 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JournalCost:
-    """Cost of the journal, which some conversations have: milliseconds of its decisions and whole turns.
+    """Milliseconds of whole turns and decisions with a journal.
 
-    `added` are the differences from the turns without it, of the medians in parts of the run.
+    `added` has, for each part of the run, the median turn with a journal minus the one without.
     """
 
     turn: Summary
@@ -80,12 +83,11 @@ class JournalCost:
 class LoadReport:
     """Figures of the router under load; durations are in milliseconds.
 
-    `decision` is a whole `begin_turn`: matching, placement, reservations and the plan; `following` are those of further
-    turns, which have more to compare. `processor` is its processor
-    time, which other work on the machine hardly lengthens, and `uncollected` that without garbage collections.
-    `placement` is the choice of rings alone. `turn` is
-    `begin_turn` and `end_turn` together. Turns with a journal are in `journal` alone. `announcement` is that of a ring;
-    one comes after each turn.
+    `decision` is a whole `begin_turn`: matching, placement, reservations and the plan; `following` are the decisions of
+    further turns, which have more to compare. `processor` is a decision's processor time, which other work on the
+    machine hardly lengthens, and `uncollected` that time without garbage collections. `placement` is the choice of
+    rings alone. `turn` is `begin_turn` and `end_turn` together. `decision`, `following` and `turn` leave out turns with
+    a journal, which are in `journal`. `announcement` is one ring's repeated registration; one comes after each turn.
     `kept_share` is the share of follow-ups on the rings of the turn before, `direct_share` the share that the decode
     ring computes. Garbage collection pauses all lie within turns. Bytes are those of an idle conversation;
     `token_bytes_per_conversation` counts its token ids, 8 bytes each.
@@ -114,7 +116,7 @@ class LoadReport:
 
 
 class _SomeJournal(NoJournal):
-    """Journal of some conversations alone, so that one run has turns with it and without."""
+    """Journal that records only some conversations, so that one run has turns with it and without."""
 
     def __init__(self, journal: SqliteJournal, is_journaled: Callable[[str], bool]) -> None:
         self.epoch = journal.epoch
@@ -136,10 +138,7 @@ class _SomeJournal(NoJournal):
 
 
 def measure_load(model: ModelInfo, load: RouterLoad, journal: Path | None, tell: Callable[[str], None]) -> LoadReport:
-    """Run the load, then a part of it with its memory traced; `tell` is called for every turn.
-
-    The journal lies in `journal`.
-    """
+    """Run the load with a journal in `journal`, then a part of it to trace memory; `tell` is called for every turn."""
     bench = LoadedRouter(model, load, None if journal is None else SqliteJournal(journal))
     with bench.pauses as pauses, closing(FrozenSurvivors()):
         asyncio.run(bench.run(load.conversations, tell))
@@ -218,7 +217,7 @@ class _Pauses:
 
 
 class LoadedRouter:
-    """Router under load, with its measurements in seconds. Pairs are of turns without the journal, and with it."""
+    """Router under load, with its measurements in seconds. Pairs are (turns without a journal, turns with it)."""
 
     def __init__(self, model: ModelInfo, load: RouterLoad, journal: SqliteJournal | None) -> None:
         self._load = load
@@ -227,7 +226,7 @@ class LoadedRouter:
         self._peers = InstantRings(self._registrations)
         self._journal = journal
         self._known = KnownEpoch(epoch=journal.epoch if journal else 0)
-        # Turns come as fast as the router takes them, so announcements come by turns and not by the clock.
+        # Turns come as fast as the router takes them, so rings announce themselves once a turn and not by the clock.
         settings = RouterSettings(max_conversations=load.conversations + 1, max_positions=1 << 30, ring_lease=0.0)
         planner = Planner(model, PlannerSettings())
         some = _SomeJournal(journal, load.is_journaled) if journal else None
@@ -238,7 +237,7 @@ class LoadedRouter:
         self.forget_figures()
 
     def forget_figures(self) -> None:
-        """Release the memory of the bench itself."""
+        """Drop all figures and what the rings retain, so that only the router's memory is left."""
         self.deciding_seconds: tuple[list[float], list[float]] = ([], [])
         self.following_seconds: list[float] = []
         self.processor_seconds: list[float] = []

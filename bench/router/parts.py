@@ -1,4 +1,7 @@
-"""Parts of the router's work, one by one, at the sizes of a large service."""
+"""Parts of the router's work, one by one, at the sizes of a large service.
+
+The router bench calls `measure_parts`, which makes each part anew and writes only into the given journal.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +30,13 @@ from ringserve.workers.protocol.steps import TokenIds
 LOOKED_UP = 1 << 17
 """Tokens of the prompt that the prefix index looks up."""
 BRANCHES = 64
-"""Histories that share different lengths of that prompt."""
+"""Number of histories that start like that prompt, each for another length."""
 POOL_RANKS, POOL_BLOCKS, BLOCK_TOKENS = 8, 8192, 16
-"""Full KV pool that grows."""
+"""Size of the full KV pool in which a sequence grows."""
 ANSWER = 1000
-"""Tokens of the answer whose layout is stored, and whose journal records are written."""
+"""Tokens of the answer in the layout, and of the prompt and the answer in the journal's records."""
 LAYOUT_RANKS = 2
-"""Ranks over which a decode ring lays the answer."""
+"""Ranks over which a decode ring spreads the answer's KV."""
 
 
 T = TypeVar("T")
@@ -43,10 +46,10 @@ T = TypeVar("T")
 class PartsReport:
     """Milliseconds of parts, and bytes.
 
-    `lookup` finds a long prompt among the load's histories, `branched_lookup` where many share different lengths of it.
-    `pool_growth` evicts. `placed_at` finds the conversations
-    of one ring. `begun` and `committed` are records of the journal, None without one. `index_bytes_per_block` is the
-    memory of the prefix index for 16 tokens, `layout_bytes_per_token` that of a decoded token's place.
+    `lookup` finds a long prompt among the load's histories, `branched_lookup` when many of these also start like it.
+    `pool_growth` makes room in a full pool, which evicts. `placed_at` finds the conversations of one ring. `begun` and
+    `committed` write these records to the journal, None without one. `index_bytes_per_block` is the memory of the
+    prefix index for 16 tokens, `layout_bytes_per_token` that of a decoded token's place.
     """
 
     lookup: Summary

@@ -1,4 +1,7 @@
-"""Journal records of turns that ended well, as a router writes them."""
+"""Journal records of turns that ended well, as a router writes them.
+
+The router bench and the tests of the journal and the router call it. Pure functions.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ def turn_request(
 def first_turn(
     turn_id: str, conversation_id: str, prompt: TokenIds, answer: TokenIds, prefill: str = "", decode: str = "decode-0"
 ) -> tuple[BegunRecord, CommittedRecord]:
-    """Return the records of a conversation's first turn. Without a `prefill` ring its decode ring computed it."""
+    """Return the records of a conversation's first turn, whose prompt `decode` computed if `prefill` is empty."""
     begun = BegunRecord(
         turn_id=turn_id,
         request=turn_request(turn_id, conversation_id, prompt, len(answer)),

@@ -1,7 +1,7 @@
 """Restart of a router from its journal: from the kill of one process to the first decisions of the next.
 
-The router is a process of its own, as the cluster starts it but for Ray. Rings that compute nothing and a client are in
-this process, and reach it over gRPC.
+The router bench calls `measure_restart`. The router is a process of its own, made as by the cluster but without Ray. A
+client and rings that compute nothing are in this process and reach the router over gRPC.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ class RestartLoad:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestartReport:
-    """Times from the kill of a router, in seconds: until the next one serves, all rings have told it, it decides.
+    """Seconds from the kill of a router until the next one serves, has heard from all rings, and decides.
 
-    `processor_seconds` are those of the new process until its first decision. `decisions` are those that follow at once
-    as a client sees them, in milliseconds; `cached_share` of all decisions found KV on a ring.
+    `processor_seconds` are those of the new process until its first decision. `decisions` are milliseconds of the
+    decisions right after it, as a client sees them; `cached_share` of all decisions found KV on a ring.
     """
 
     conversations: int
@@ -85,7 +85,7 @@ class RestartReport:
 
 
 async def _serve(host: RouterHost, pipe: Connection) -> None:
-    """Serve as the router's actor does, and tell the address. Ends with the parent's end of the pipe."""
+    """Serve as the router's actor does, send the address, and return when the parent's end of the pipe closes."""
     router = host()
     pipe.send(await router.start())
     await asyncio.to_thread(pipe.poll, None)
@@ -97,12 +97,12 @@ def serve_router(host: RouterHost, pipe: Connection) -> None:
 
 
 class _AnnouncedRing:
-    """Ring that announces itself as its leader does, and tells a router that it does not know what it retains."""
+    """Ring that announces itself as its leader does, and tells each router that is new to it what it retains."""
 
     def __init__(self, registration: RingRegistration, inventory: RingInventory, told: Callable[[], None]) -> None:
         self._announcement = to_message(router_pb2.RegisterRingRequest, registration)
         self._inventory = to_message(router_pb2.RegisterRingRequest, registration)
-        # Made once: in service each leader tells its own.
+        # Made in advance, to take no time from the router: in service each leader makes its own.
         self._inventory.inventory.CopyFrom(to_message(router_pb2.RingInventory, inventory))
         self._told = told
         self._metadata = make_peer_metadata()
@@ -201,7 +201,7 @@ class _Restart:
         )
 
     async def _decide(self, peers: GrpcPeers, endpoint: str, number: int) -> BegunTurn:
-        """Begin a turn as a gateway does, in one of the conversations, each once."""
+        """Begin a turn as a gateway does, in another conversation for each number."""
         name = self._name(number * self._load.conversations // (1 + self._load.decisions))
         request = turn_request(f"request-{number}", name, self._tokens(50), ANSWER, PromptMode.APPEND)
         return await begin_with_retries(peers.router(endpoint).begin_turn, request)
@@ -211,7 +211,7 @@ class _Restart:
             async with asyncio.timeout(START_SECONDS):
                 await self._all_told.wait()
         except TimeoutError:
-            raise Unavailable(f"not all rings were heard by the router within {START_SECONDS:.0f} s") from None
+            raise Unavailable(f"the router did not hear from all rings within {START_SECONDS:.0f} s") from None
 
     async def _seconds_until_told(self, began: float) -> float:
         await self._until_told()
@@ -232,7 +232,7 @@ class _Restart:
         return address
 
     def _host(self, listen: str) -> RouterHost:
-        # Its package knows Ray, whose import takes longer than all else of a command.
+        # Imported late: its package imports Ray, which takes longer than all else of a command.
         from ringserve.services.cluster.hosts import RouterHost
 
         base, rings = Config(), self._load.rings
@@ -247,7 +247,7 @@ class _Restart:
 
     @asynccontextmanager
     async def _rings(self) -> AsyncIterator[list[_AnnouncedRing]]:
-        """Serve the rings, those of a role and size at one address, and yield what announces each."""
+        """Serve the rings (those of one role and size at one address) and yield an announcer of each."""
         kinds = {(role, size): InstantRing(_of_kind(role, size)) for role in ROLES for size in SIZES}
         servers, endpoints = [], {}
         for kind, instant in kinds.items():
@@ -267,9 +267,11 @@ class _Restart:
                 here[ring.name].append(sequence)
                 kinds[role, ring.num_ranks].retained[self._name(number)] = num_tokens
         inventories = [RingInventory(sequences=tuple(here[each.name]), turns=()) for each in known]
-        yield [_AnnouncedRing(*pair, self._note_told) for pair in zip(known, inventories, strict=True)]
-        for server in servers:
-            await server.stop(0.0)
+        try:
+            yield [_AnnouncedRing(*pair, self._note_told) for pair in zip(known, inventories, strict=True)]
+        finally:
+            for server in servers:
+                await server.stop(0.0)
 
     def _note_told(self) -> None:
         self._num_told += 1

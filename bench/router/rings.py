@@ -1,4 +1,7 @@
-"""Rings that reserve at once and compute nothing, in the place of leaders."""
+"""Rings that reserve at once and compute nothing, in the place of leaders.
+
+The load and the restart of the router bench call them, and tests. A ring owns the record of what it retains.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ SIZES = (1, 2, 4, 8)
 def registrations(
     num_rings: int, seed: int, endpoints: Mapping[tuple[str, int], str] | None = None
 ) -> tuple[RingRegistration, ...]:
-    """Return what rings announce, every second one of which decodes; their rates differ by 10%.
+    """Return what rings announce. Every second one is a decode ring; rates are the same within 10%.
 
     Each has an endpoint of its own, unless `endpoints` has one for each role and number of ranks.
     """
@@ -73,7 +76,7 @@ def registrations(
 
 @cache
 def _shards(start: int, count: int, num_ranks: int) -> ShardMap:
-    """Return the shards of a run of tokens; they are cached, since a ring's leader computes them in service."""
+    """Return the shards of a run of tokens; cached, because in service leaders compute them, not the router."""
     return spread(start, count, (0,) * num_ranks)
 
 
@@ -145,7 +148,7 @@ class InstantRing:
 
 
 class InstantRings:
-    """`Peers` of rings in this process, by endpoint."""
+    """`Peers` that finds the rings of this process by endpoint."""
 
     def __init__(self, registrations: Sequence[RingRegistration]) -> None:
         self.rings = {each.endpoint: InstantRing(each) for each in registrations}

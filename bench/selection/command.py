@@ -1,4 +1,7 @@
-"""`python -m bench selection`: worth of each prefill algorithm, and of the choice, on links of several rates."""
+"""`python -m bench selection`: what each prefill algorithm, and the choice, is worth on links of several rates.
+
+The bench command line registers it with `add`; `run` measures and prints the report.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,9 @@ EXAMPLE = """example:
 """
 HELP = """Rings of processes on this machine, each rank in a network namespace of its own, on links of a given rate
 (Linux; needs root or user namespaces, and iproute2). At every rate a ring is calibrated as `ringserve calibrate` does,
-by prefills of --fit-new and --fit-cached. Then all algorithms prefill every T of --new after every P of --cached in
-alternation, round after round; tables show the seconds of each policy and its loss against the best algorithm of
-each prompt, and what the best one gains over pass-KV."""
+by prefills of --fit-new tokens after --fit-cached tokens. Then all algorithms take turns to prefill every T of --new
+tokens after every P of --cached tokens, round after round; tables show the seconds of each policy and its loss
+against the best algorithm of each prompt, and what the best one gains over pass-KV."""
 PIPE_WIDTH = 120
 MOST_RANKS = 16
 DEFAULTS = {
@@ -52,7 +55,7 @@ def add(kinds: Subcommands) -> None:
     for name, metavar, what in (
         ("ranks", "N,...", "ring sizes"),
         ("rates", "RATE,...", "rates of each rank's link, in the notation of `tc`"),
-        ("new", "T,...", "new tokens that are judged"),
+        ("new", "T,...", "new tokens of the judged prefills"),
         ("cached", "P,...", "cached tokens before them"),
         ("fit-new", "T,...", "new tokens of the prefills that calibrate"),
         ("fit-cached", "P,...", "cached tokens before those"),
@@ -69,7 +72,7 @@ def add(kinds: Subcommands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    # These import torch, which slows the start of other commands.
+    # Imported late: they import torch, which would slow the start of other commands.
     from bench.selection.links import parse_rate
     from bench.selection.measure import SelectionSettings, measured_in_namespaces
     from bench.selection.results import judged_cells, write_selection_plot
@@ -103,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
         if done is not None:
             _print_whole(done, is_json=options.json)
     assert done is not None, "there is a rate"
-    # Last, since a failure must not hide the report.
+    # The plot comes last: its failure must not hide the report.
     if options.plot is not None:
         write_selection_plot(done, options.plot)
     return 1 if done.disagreements else 0

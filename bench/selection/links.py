@@ -1,4 +1,7 @@
-"""Links of known rate between ranks on one machine: a network namespace for each rank, egress shaped by `tc tbf`."""
+"""Links of known rate between ranks on one machine: a network namespace for each rank, egress shaped by `tc tbf`.
+
+The selection bench makes the links, and its ranks shape them. Commands of `ip` and `tc` change only its own namespaces.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ from ringserve.cp_core.transport.interface import RingTransport
 
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
-# Bytes that pass at once after an idle time. It is short, since it hides the time of small messages, but holds two
-# whole frames.
+# Bytes that pass at once after an idle time. A long burst would hide the time of small messages; the least one holds
+# two whole frames.
 BURST_SECONDS = 0.5e-3
 LEAST_BURST_BYTES = 2 * 1514
 # Bytes that may wait to be sent. A queue that drops packets would measure TCP's recovery.
@@ -64,7 +67,7 @@ class Links(Network, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ShapedLinks:
-    """Shaped links of one ring with a unique `number`, 1 to 255; `make_bridge` precedes its ranks."""
+    """Shaped links of one ring with a unique `number`, 1 to 255; call `make_bridge` before its ranks start."""
 
     number: int
 

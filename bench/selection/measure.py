@@ -2,7 +2,7 @@
 
 The measurement runs in a process of its own network namespace, which holds only the rings' bridges. That process is
 this module run as a program; it reads pickled settings from standard input and writes pickled messages to standard
-output.
+output. The selection bench and the systems bench start it.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ Show = Callable[[SelectionReport], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SelectionSettings:
-    """Settings: `cells` are judged by a fit to `fit_cells`; each is measured `rounds` times by each algorithm.
+    """Settings. Costs are fitted to `fit_cells` and judged on `cells`; each is measured `rounds` times per algorithm.
 
-    With `has_tensor` those without cached tokens are also measured with the weights cut over the ranks.
+    With `has_tensor`, `cells` without cached tokens are also measured with the weights cut over the ranks.
     """
 
     model: str
@@ -123,7 +123,7 @@ def measure_selection(
         tensor_tokens = max((cell.new_tokens for cell in settings.first_cells), default=0)
         made = partial(SelectionRank, settings.model, cached, most_new, links, tensor_tokens)
         with RingProcesses(size, made, network=links) as ring:
-            # Before the links are shaped, since outputs do not depend on them; it warms up the ranks too.
+            # Outputs do not depend on the links, which are not shaped yet. The comparison warms up the ranks too.
             for cell in settings.all_cells:
                 cuts = even_cuts(info.shape, size, cell.new_tokens, cell.cached_tokens)
                 report = report.and_disagreements(_compare(ring, size, cell, cuts))
@@ -149,7 +149,7 @@ def _compare(ring: RingProcesses, size: int, cell: Cell, cuts: Cuts) -> list[str
 def _measure_ring(
     settings: SelectionSettings, info: ModelInfo, ring: RingProcesses, size: int, rate: LinkRate, tell: Tell
 ) -> tuple[RingResult, list[str]]:
-    """Probe, calibrate and judge one ring; return its result and the cells with different tokens."""
+    """Probe, calibrate and judge one ring; return its result, and lines on cells with different tokens."""
     where = f"{size} ranks, {rate}"
     # The rates of the first rank, as in a ring that serves.
     measured: RingRates = ring.ask(Probe())[0]
@@ -157,7 +157,7 @@ def _measure_ring(
         measured, name=where, element_bytes=info.element_bytes, processes_per_host=1, memory_bytes=1.0
     )
     tell_fit, tell_judged = (lambda _, what=what: tell(f"{where}: {what}") for what in ("calibrating", "measuring"))
-    # Cuts by the ring's own rates, as of a ring that serves; those that are judged are calibrated.
+    # Cells to fit are cut by the probed rates, as in a ring without calibration; judged cells by calibrated rates.
     forms = {cell: _form(info.shape, before, size, cell) for cell in settings.fit_cells}
     fit_series = _alternate(ring, size, settings.fit_cells, CALIBRATED_ALGORITHMS, settings.rounds, tell_fit, forms)
     calibration: Calibration = calibrate(info.shape, before, _measurements(where, size, fit_series), ())
@@ -203,7 +203,7 @@ def _beside_tensor(
     forms: Mapping[Cell, tuple[Cuts, int]],
     tell: Tell,
 ) -> tuple[TensorCell, ...]:
-    """Measure prefills by a share of the weights beside pass-KV and SP-NTP."""
+    """Measure prefills with a share of the weights on each rank, in alternation with pass-KV and SP-NTP."""
     found = []
     for cell in settings.first_cells:
         tasks: list[object] = [TensorPrefill(cell.new_tokens)]
@@ -222,7 +222,7 @@ def _beside_tensor(
 
 
 def _form(shape: ModelShape, profile: HardwareProfile, size: int, cell: Cell) -> tuple[Cuts, int]:
-    """Return the cuts of a chain and the segments of SP-NTP by the calibrated rates."""
+    """Return the cuts of a chain and the segments of SP-NTP by a profile's rates."""
     rates = profile.prefill.rates(size, is_cached=cell.cached_tokens > 0)
     cuts = quick_cuts(cell.new_tokens, cell.cached_tokens, chain_rates(shape, rates, size))
     return cuts, StepPredictor(shape, rates, size).segments(cell.new_tokens, cell.cached_tokens)
@@ -292,7 +292,7 @@ def _name(size: int, cell: Cell) -> str:
     return f"{size} ranks, {cell.new_tokens} after {cell.cached_tokens}"
 
 
-# Limit of an orderly end of all ranks.
+# Time that the measuring process and its ranks have to end before it is killed.
 END_SECONDS = 20.0
 
 
@@ -319,7 +319,7 @@ def measured_in_namespaces(
     """
     num_rings = len(settings.ranks) * len(settings.rates)
     command = [*isolation(), sys.executable, "-m", "bench.selection.measure"]
-    # torch warns of addresses without names there.
+    # In the new network no address has a name, which torch warns of.
     environment = os.environ | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
     started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
     with _ended(started) as hub:
@@ -372,7 +372,7 @@ def _shaped(num_ranks: int) -> ShapedLinks:
 
 
 def main() -> int:
-    # SIGTERM, since the parent may have left SIGINT ignored.
+    # The parent sends SIGTERM: SIGINT may be ignored here.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     # Output of libraries must not mix with the messages.
     out: IO[bytes] = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
@@ -394,7 +394,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # By its own name: the parent cannot unpickle classes of `__main__`.
+    # Imported by its own name: the parent cannot unpickle classes of `__main__`.
     from bench.selection.measure import main as named_main
 
     raise SystemExit(named_main())

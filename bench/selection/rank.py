@@ -1,6 +1,6 @@
 """Rank of the selection bench: prefixes in its cache, and prefills after them by any algorithm.
 
-T tokens of this rank.
+The selection bench starts it in each process of a ring. It owns its workers and their KV caches.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from ringserve.workers.protocol.steps import RING_ALGORITHMS, Algorithm, Prefill
 from ringserve.workers.rank.worker import RankWorker
 from ringserve.workers.sampling.parameters import SamplingParameters
 
-# Tokens of one step of a prefix; bounds its memory.
+# Maximum tokens of one prefill step of a prefix; bounds the step's memory.
 PREFIX_STEP_TOKENS = 4096
 NAME = "bench"
-# Share of the largest logit: all algorithms sum the same products in float32, in another order.
+# As a share of the largest logit: all algorithms sum the same products in float32, in different orders.
 MAX_DIFFERENCE = 1e-4
 
 
@@ -47,7 +47,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Task of one prefill step, of a chain by `cuts`, of SP-NTP in segments; answered with Prefilled."""
+    """Task of one prefill step; a chain has `cuts`, SP-NTP `num_segments`; answered with Prefilled."""
 
     cell: Cell
     algorithm: Algorithm
@@ -81,7 +81,7 @@ class Prefilled(Sample):
 class Difference:
     """Largest difference of any algorithm's logits from those of pass-KV on this rank, and the largest logit.
 
-    Both are 0 without tokens.
+    Both are 0 on a rank without new tokens.
     """
 
     most: float
@@ -102,9 +102,9 @@ class _Prefix:
 
 
 class SelectionRank:
-    """Rank with a prefix of every length in `cached`; a prefill overwrites the new tokens of the last one.
+    """Rank with a prefix of every length in `cached`; a prefill overwrites the new tokens of the one before.
 
-    Of `tensor_tokens` above 0 it also prefills prompts by a share of the weights.
+    If `tensor_tokens` is not 0, it also prefills prompts of up to so many tokens with a share of the weights.
     """
 
     def __init__(
@@ -114,7 +114,8 @@ class SelectionRank:
         self._place = place
         self._transport = place.transport
         self._vocabulary = read_model_info(resolve_model_path(model)).vocab_size
-        # A rank gets at most two tokens over its share of a step of the prefix; a chain may store all new ones on one.
+        # A rank gets at most two tokens over its share of a step of the prefix; a chain may store all new tokens on one
+        # rank.
         each = [
             blocks_for(sum(-(-tokens // place.num_ranks) + 2 for tokens in _prefix_steps(prefix)) + most_new)
             for prefix in cached
@@ -174,9 +175,9 @@ class SelectionRank:
         )
 
     def _compare(self, task: Compare) -> Difference:
-        """Compare the logits[T, vocab_size] of every new token of this rank.
+        """Compare the logits[T, vocab_size] of this rank's T new tokens.
 
-        A chain's ranks have other tokens: its logits are compared with those of pass-KV on its layout.
+        In a chain the ranks have other tokens: its logits are compared with those of pass-KV on the same layout.
         """
         most, largest = torch.zeros(()), torch.zeros(())
         by_layout: dict[PrefillLayout, Tensor] = {}

@@ -1,4 +1,7 @@
-"""`python -m bench answers`: conversations with models on a whole service, token for token beside transformers."""
+"""`python -m bench answers`: conversations with models on a whole service, token for token beside transformers.
+
+The bench command line registers it with `add`; `run` starts and stops a local cluster for each model.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,8 @@ from ringserve.workers.model.builtin import resolve_model_path
 from ringserve.workers.model.info import read_model_info
 
 HELP = """Serve each model by a prefill ring and a decode ring of two ranks, and hold a conversation with it for every
-prefill algorithm and one by the service's own choice. Prompts are random tokens. Every answer must have the tokens that
-transformers chooses."""
+prefill algorithm, and one in which the service chooses. Prompts are random tokens. Every answer must have the tokens
+that transformers chooses."""
 EXAMPLE = """example:
   python -m tests.workers.models /tmp/families && python -m bench answers /tmp/families/*
 """
@@ -34,7 +37,7 @@ ANSWER = 24
 WAIT_SECONDS = 600.0
 
 Ask = Callable[[str, Sequence[int], str | None], Answer]
-"""Ask the whole history of a conversation, by an algorithm if one is named."""
+"""Send the whole history of a conversation, to be prefilled by an algorithm if one is named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,7 @@ class Found:
 
 
 def converse(ask: Ask, follow: Callable[[Sequence[int], Sequence[int]], Any], vocab_size: int) -> Found:
-    """Hold a conversation for every algorithm, named in the turns of many tokens, and compare each answer."""
+    """Hold a conversation for every algorithm, which only turns of many tokens name, and compare each answer."""
     equal, used, draws = 0, set[str](), np.random.default_rng(0)
     conversations = [*PREFILL_ALGORITHMS, None]
     for number, algorithm in enumerate(conversations):

@@ -1,4 +1,7 @@
-"""`python -m bench gateway`: tokens a second that one core of a gateway's process passes on."""
+"""`python -m bench gateway`: tokens a second that a gateway's process passes on with one core.
+
+The bench command line registers it with `add`; `run` measures and prints the report.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ EXAMPLE = """example:
   python -m bench gateway --streams 300 --rate 50 --seconds 20 --json
 """
 HELP = """A real gateway in a process of its own, between clients in this process and a process with a router and decode
-rings, which compute nothing. All turns of a ring have a token more at the same moments, --rate times a second.
+rings, which compute nothing. All turns of a ring get a token at the same moments, --rate times a second.
 The gateway's processor time per token is measured, so that other work on the machine counts little."""
 MOST_STREAMS, MOST_RINGS, MOST_RATE, MOST_SECONDS = 4000, 64, 1000.0, 3600.0
 CORE_RATE = 20_000.0

@@ -1,10 +1,10 @@
-"""Predicted and measured prefill of the whole service (decision 0011), with TTFT beside transformers and start-up.
+"""Predicted and measured prefill of the whole service (decision 0011), with its start-up and TTFT beside transformers.
 
     python -m bench cost-model --ranks 1,2 --tokens 8192 --runs 5
 
 Ranks have one thread, transformers has two. Clusters start, run and stop in alternation with transformers, `--rounds`
-times, so that a drifting machine affects all. The output is one JSON object a line: medians with least and most, in
-seconds.
+times, so that a drifting machine affects all. The output is one JSON object a line: first medians with least and most,
+in seconds, then ratios.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
     reference = statistics.median(seen["ttft transformers, 2 threads"])
     for cp in sizes:
         ttft = statistics.median(seen[f"ttft cp{cp}"])
-        ratio = {"cp1 over this": statistics.median(seen[f"ttft cp{sizes[0]}"]) / ttft}
+        ratio = {f"cp{sizes[0]} over this": statistics.median(seen[f"ttft cp{sizes[0]}"]) / ttft}
         print(json.dumps({"name": f"cp{cp}", **ratio, "this over transformers": ttft / reference}))
     return 0
 

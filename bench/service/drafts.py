@@ -1,4 +1,8 @@
-"""`python -m bench drafts`: time between tokens with drafts of next tokens beside the same turns without."""
+"""`python -m bench drafts`: time between tokens of the same turns with drafts of next tokens and without.
+
+The bench command line registers it with `add`; `run` starts and stops a local cluster for each form of decode ring. The
+comparison with peers uses its prompts.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +33,11 @@ from ringserve.services.offline.reports import load_now
 from ringserve.services.offline.terminal import console, print_table, progress_bar
 from ringserve.workers.model.builtin import resolve_model_path
 
-HELP = """A cluster for each form of the decode ring. Every answer is asked for twice, without drafts and with them,
-greedily and up to its own end; rounds alternate, and each has all prompts of a workload: questions about the demo's
-document that are answered by sentences of it (document), a file that is to be copied with small changes (edit), and
-stories (free). With --deepen the model has so many times its layers, all further ones of which change nothing, and the
-model as it is drafts for it: so its guesses are right, and the time is the least that a draft model of that size may
-need."""
+HELP = """One cluster for each form of the decode ring. Every round asks for the same greedy answers twice, without
+drafts and with them. Workloads are questions about the demo's document that are answered by sentences of it (document),
+a file that is to be copied with small changes (edit), and stories (free). With --deepen the model has so many times its
+layers, all added ones of which change nothing, and the original model drafts for it: so all its guesses are right, and
+the time is the least that a draft model of that size can reach."""
 EXAMPLE = """example:
   python -m bench drafts
   python -m bench drafts --forms 1:gather --batches 1 --rounds 5
@@ -44,8 +47,8 @@ FORMS = "1:gather,2:gather,2:pass_q,2:helix"
 ANSWER = 128
 WAIT_SECONDS = 600.0
 LEGEND = (
-    "without ms, with ms: between tokens, medians of the rounds; ratio: median of the rounds', and their range; "
-    "accepted: drafts that were right in a step of one sequence; same: answers with the same tokens both times"
+    "without ms, with ms: between tokens, medians of the rounds; ratio: median of the rounds' ratios, and their range; "
+    "accepted: right drafts in a step of one sequence; same: answers with the same tokens both times"
 )
 DOCUMENT, EDIT, FREE = "document", "edit", "free"
 MOST_RATIO = {DOCUMENT: 0.6, EDIT: 0.45, FREE: 1.03}
@@ -101,7 +104,7 @@ def prompts(workload: str, text: str) -> list[str]:
 
 
 def batches_of(texts: Sequence[str], size: int) -> list[list[str]]:
-    """Return the texts in batches of a size; a larger one has them several times."""
+    """Return the texts in batches of a size. If it exceeds their number, the one batch repeats them."""
     if size >= len(texts):
         return [[texts[number % len(texts)] for number in range(size)]]
     return [list(texts[start : start + size]) for start in range(0, len(texts), size)]
@@ -131,7 +134,7 @@ class Service:
         self._client = Client(self._cluster.gateway_address)
 
     def ask(self, texts: Sequence[str], max_drafts: int | None) -> list[Answer]:
-        """Ask all at a time."""
+        """Ask all at the same time."""
 
         def one(text: str) -> Answer:
             sampling = Sampling(temperature=0.0, max_tokens=ANSWER, max_draft_tokens=max_drafts)
@@ -146,7 +149,7 @@ class Service:
 
 
 def measure(service: Service, form: Form, workload: str, batches: Sequence[Sequence[str]], num_rounds: int) -> Row:
-    """Measure the batches of a workload -> their row: times between tokens without and with drafts, and the accepted.
+    """Measure the batches of a workload -> their row: times between tokens without and with drafts, and right drafts.
 
     Times are of all tokens but the first of each answer, so a long answer counts more than a short one.
     """
@@ -205,7 +208,7 @@ def between_tokens(answers: Sequence[Answer]) -> float:
 
 
 def targets_of(rows: Sequence[Row]) -> Iterator[Target]:
-    """Yield the targets of rows: for the time of each workload, and for what is accepted in a step of one sequence."""
+    """Yield the targets of rows: for the time of each workload, and for drafts accepted in a step of one sequence."""
     for row in rows:
         name = "{workload}, {ranks} x {variant}, batch {batch}".format(**row.keys)
         workload = str(row.keys["workload"])
@@ -227,8 +230,8 @@ def add(kinds: Subcommands) -> None:
     parser.add_argument("--batches", default="1,8", help="sequences at a time (default: 1,8)")
     parser.add_argument("--workloads", default=",".join(MOST_RATIO), help="some of document,edit,free (default: all)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of each (default: 3)")
-    parser.add_argument("--draft-model", default="", help="directory of a small model that drafts, too")
-    parser.add_argument("--deepen", type=int, default=1, help="times the model's layers, with itself as draft model")
+    parser.add_argument("--draft-model", default="", help="directory of a small model that drafts as well")
+    parser.add_argument("--deepen", type=int, default=1, help="factor of its layers; the model as it is drafts")
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
     parser.set_defaults(run=run)
 

@@ -2,7 +2,8 @@
 
     clients (this process)  <── responses ──  gateway (a process)  <── events ──  router and rings (a process)
 
-Every ring makes a token of each of its turns at the same moment, as a batch does.
+The gateway bench calls `measure_gateway`, which starts and ends the two other processes. Every ring makes a token for
+each of its turns at the same moment, as a batch does.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ if TYPE_CHECKING:
 
 START_SECONDS = 120.0
 TOKEN = 65
-"""Token of which every answer consists: a letter to byte-level tokenizers."""
+"""Token that every answer repeats: a letter to byte-level tokenizers."""
 PROMPT = (72, 105)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatewayLoad:
-    """Load of the gateway: `streams` answers at a time from `rings` rings, `rate` tokens a second each, so long."""
+    """Load of the gateway for `seconds`: `streams` answers at a time from `rings` rings, each `rate` tokens/s."""
 
     streams: int = 256
     rings: int = 4
@@ -64,10 +65,10 @@ class GatewayLoad:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatewayReport:
-    """Figures of so many seconds in which all streams ran.
+    """Figures of the `seconds` in which all streams ran.
 
     `tokens` reached the clients in `messages`, while the gateway used `processor_seconds`. `core_rate` is the tokens a
-    second that one core would do at that cost.
+    second that one core would pass on at that cost.
     """
 
     streams: int
@@ -78,7 +79,7 @@ class GatewayReport:
 
     @property
     def rate(self) -> float:
-        """Tokens a second that came."""
+        """Tokens a second that reached the clients."""
         return self.tokens / self.seconds
 
     @property
@@ -92,7 +93,7 @@ class GatewayReport:
 
 
 class SteppingRing:
-    """Decode leader whose turns have a token more after each step, of which there are `num_tokens`."""
+    """Decode leader whose turns get a token after each step, until they have `num_tokens`."""
 
     def __init__(self, step_seconds: float, num_tokens: int) -> None:
         self._step_seconds = step_seconds
@@ -171,7 +172,7 @@ class InstantRouter:
 
 
 async def _serve_rings(load: GatewayLoad, pipe: Connection) -> None:
-    """Serve router and rings, and tell the router's address. Ends with the parent's end of the pipe."""
+    """Serve router and rings, send the router's address, and return when the parent's end of the pipe closes."""
     steps, servers, endpoints = [], [], []
     for _ in range(load.rings):
         ring, server = SteppingRing(1.0 / load.rate, load.num_tokens), GrpcServer()
@@ -192,7 +193,7 @@ def serve_rings(load: GatewayLoad, pipe: Connection) -> None:
 
 
 class _Clients:
-    """Clients that read all streams, and count for a while once each of them has a token."""
+    """Clients that read all streams, and count tokens for the load's `seconds` once all streams have begun."""
 
     def __init__(self, load: GatewayLoad, pid: int) -> None:
         self._load = load
@@ -277,9 +278,9 @@ def measure_gateway(load: GatewayLoad, tell: Callable[[str], None]) -> GatewayRe
             max_seconds=3600.0,
             log_level="warning",
             follow_stdin=True,
-            lost_seconds=START_SECONDS,  # where the machine is too small for the load, the rings stand still
+            lost_seconds=START_SECONDS,  # if the machine is too small for the load, rings stand still
         )
-        # Its package knows Ray, whose import takes longer than all else of a command.
+        # Imported late: its package imports Ray, which takes longer than all else of a command.
         from ringserve.services.cluster.gateway import GatewayKeeper
 
         keeper = GatewayKeeper(settings, start_seconds=START_SECONDS, silent_seconds=START_SECONDS)

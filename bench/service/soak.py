@@ -1,4 +1,7 @@
-"""`python -m bench soak`: memory of every process of a cluster under mixed load, for as long as wanted."""
+"""`python -m bench soak`: memory of every process of a cluster under mixed load, for as long as wanted.
+
+The bench command line registers it with `add`; `run` starts and stops a cluster of its own and reads its processes.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,13 @@ from bench.chaos.cluster import OwnCluster
 from bench.options import Subcommands
 from ringserve.client import Sampling
 from ringserve.client.async_client import AsyncClient
-from ringserve.cp_core.errors import RingserveError
+from ringserve.cp_core.errors import RingserveError, Unavailable
 from ringserve.services.cluster.state import GONE
 from ringserve.services.offline.terminal import console, listing, print_table
 
 HELP = """Several clients ask at once: lone prompts of all lengths, conversations, forks, structured answers, and
-streams that are cut. The resident memory of each process is read all the while; what it grows by after the warm-up is
-reported. KV cache and conversations that are remembered are few, since both become resident as they fill."""
+streams that are cut. The resident memory of each process is read all the while; its growth after the warm-up is
+reported. The KV cache is small and few conversations are remembered, because both become resident as they fill."""
 EXAMPLE = """example:
   python -m bench soak --minutes 10
   python -m bench soak --minutes 60 --clients 8 --set model.path=builtin:smollm2
@@ -34,7 +37,7 @@ EXAMPLE = """example:
 CLIENTS = 4
 MINUTES = 10.0
 WARM_UP = 0.3
-"""Share of the time before growth counts: allocators and caches fill."""
+"""Share of the time before growth counts, in which allocators and caches fill."""
 SAMPLE_SECONDS = 5.0
 WINDOW = 0.1
 """Share of the time over which memory is averaged, after the warm-up and at the end."""
@@ -78,7 +81,7 @@ class Load:
                 self.outcomes[type(error).__name__] += 1
 
     def _prompt(self, chance: random.Random, longest: int = 0) -> list[int]:
-        """Return random tokens; short prompts are as frequent as long ones, by powers of two."""
+        """Return random tokens; the logarithm of their number is uniform, so that short prompts are frequent."""
         length = int(2 ** chance.uniform(3, (longest or self._max_tokens // 2).bit_length() - 1))
         return [chance.randrange(self._vocabulary) for _ in range(length)]
 
@@ -158,7 +161,7 @@ class Memory:
 
 
 def _title(process: psutil.Process) -> str:
-    """Return a short name: "ray::router", "gcs_server", or the last module on the command line."""
+    """Return a short name: "ray::router", "gcs_server", or the first module on the command line."""
     words = process.cmdline()
     if words and words[0].startswith("ray::"):
         return words[0].strip()[:40].split(".")[0]
@@ -190,6 +193,8 @@ def run(options: argparse.Namespace) -> int:
             growths = asyncio.run(_soak(cluster, 60 * options.minutes, options.clients))
         finally:
             cluster.stop()
+    if not growths:
+        raise Unavailable("no process was measured both after the warm-up and at the end; give more --minutes")
     table = listing("process", "pid", f"MB after {WARM_UP:.0%}", "MB at the end", "growth")
     for each in sorted(growths, key=lambda each: each.share, reverse=True):
         table.add_row(

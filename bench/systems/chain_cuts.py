@@ -1,7 +1,8 @@
 """Cuts that make a chain prefill short: equal work, and a hierarchical grid around it. Pure Python.
 
-KV-Runahead, arXiv 2405.05329, 4.2 and appendix D. Positions whose work does not pay its messages end without tokens, so
-no rule says how many ranks of a chain take part.
+The systems bench, benches of chains and tests call these pure functions. The search is that of KV-Runahead, arXiv
+2405.05329, 4.2 and appendix D. A position that would save less time than its messages take ends without tokens, so no
+rule says how many ranks of a chain take part.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ BISECTIONS = 60
 
 
 def equal_work_cuts(num_tokens: int, cached: int, rates: ChainRates) -> Cuts:
-    """Return the cuts by which all positions compute equally long, late ones so much less, whatever messages take."""
+    """Return the cuts by which all positions compute equally long, or less by their lateness; messages do not count."""
     late = [seconds / rates.num_layers for seconds in rates.lateness]
     low, high = 0.0, max(late) + _work(num_tokens, cached, rates) / min(rates.speeds)
     cuts = _filled(high, late, cached, rates)
@@ -37,10 +38,10 @@ def _work(num_tokens: int, cached: int, rates: ChainRates) -> float:
 
 
 def _filled(seconds: float, late: Sequence[float], cached: int, rates: ChainRates) -> list[float]:
-    """Return the cuts of positions that compute for `seconds` of each layer."""
+    """Return the cuts of positions that compute for `seconds` in each layer, less their lateness."""
     cuts, half = [0.0], rates.square(1.0) * rates.pair_seconds
     for speed, behind in zip(rates.speeds, late, strict=True):
-        # half t^2 + b t = c, in the form of its root that does not cancel.
+        # Solve half t^2 + b t = c by the form of the root that does not cancel.
         c = max(0.0, seconds - behind) * speed
         b = rates.token_seconds + rates.pair_seconds * (cached + cuts[-1])
         root = math.sqrt(b * b + 4 * half * c)
@@ -51,8 +52,8 @@ def _filled(seconds: float, late: Sequence[float], cached: int, rates: ChainRate
 def best_cuts(num_tokens: int, cached: int, rates: ChainRates, strides: Sequence[int] = ()) -> Cuts:
     """Return cuts of least `chain_seconds`, by a hierarchical grid around equal work (KV-Runahead, 4.2 and appendix D).
 
-    At each of `strides` every inner cut moves by one or two, and all together by one, until nothing is better.
-    Positions whose work does not pay its messages end without tokens.
+    At each of `strides` every inner cut moves by one or two strides, and all together by one, until nothing is better.
+    Positions that would save less time than their messages take end without tokens.
     """
     strides = strides or _strides(num_tokens)
     starts = {_snapped(cuts, strides[-1]) for cuts in _starts(num_tokens, cached, rates)}

@@ -1,4 +1,7 @@
-"""Claims of the papers and of the project, each with its source, its figures and what is accepted; their reports."""
+"""Claims of the papers and of the project, each with its source, its figures and what is accepted; their reports.
+
+The systems bench makes and prints the claims. Pure functions, except that `write_claims_plot` writes a file.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +34,9 @@ SOURCES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figure:
-    """Figure of a claim, accepted where its ratio to `reference`, a published figure or a limit, is in range.
+    """Figure of a claim, accepted if its ratio to `reference`, a published figure or a limit, is in range.
 
-    One that `is_share` is shown in percent.
+    If it `is_share`, it is shown in percent.
     """
 
     name: str
@@ -66,13 +69,13 @@ class Figure:
 
     @property
     def is_met(self) -> bool:
-        # A bound met to the last bit is met.
+        # A figure that is equal to a bound but for rounding is met.
         return self.low - 1e-9 <= self.ratio <= self.high + 1e-9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """Claim with its figures; `why` explains a miss by a measurement, and is empty if nothing is known."""
+    """Claim with its figures; `why` explains a miss by a measurement, and is empty if no reason is known."""
 
     source: Source
     name: str
@@ -93,7 +96,7 @@ class Claim:
 
     @property
     def fails(self) -> bool:
-        """Return whether the command fails: links of a busy machine explain their own misses."""
+        """Return whether the command fails. A miss on shaped links never counts: other work may have caused it."""
         return not self.is_met and not self.why and self.source is not Source.LINKS
 
 

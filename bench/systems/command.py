@@ -1,4 +1,7 @@
-"""`python -m bench systems`: claims of the papers on their systems beside ours, and what is accepted."""
+"""`python -m bench systems`: claims of the papers on their systems beside ours, and what is accepted.
+
+The bench command line registers it with `add`; `run` measures the chosen sources one after the other.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,9 @@ HELP = """Figures that KV-Runahead (arXiv 2405.05329), CSPS (2409.15104) and CP 
 from three sources:
   m  the cost model with the papers' sizes
   v  messages of real rings on delayed links, in virtual time: the same on every machine
-  s  rings in network namespaces on links of 20 to 1,000 Mbit/s: minutes; needs root or user namespaces, and iproute2
-The exit status is 1 where a figure of m or v is out of its range and nothing explains it."""
+  s  rings in network namespaces on links of 20 to 1,000 Mbit/s; takes minutes, needs root or user namespaces, and
+     iproute2
+The exit status is 1 if a figure of m or v is out of its range and nothing explains it."""
 PIPE_WIDTH = 170
 DEFAULT = "m,v"
 RATES = "20mbit,50mbit,200mbit,1gbit"
@@ -46,7 +50,7 @@ def add(kinds: Subcommands) -> None:
         formatter_class=argparse.RawTextHelpFormatter,
     )
     parser.add_argument(
-        "--source", metavar="SOURCE,...", default=DEFAULT, help=f"of {','.join(SOURCES)} (default: {DEFAULT})"
+        "--source", metavar="SOURCE,...", default=DEFAULT, help=f"some of {','.join(SOURCES)} (default: {DEFAULT})"
     )
     parser.add_argument(
         "--ranks", type=_count_list, default=[2, 4], metavar="N,...", help="ring sizes of source s (default: 2,4)"
@@ -100,7 +104,7 @@ def _count_list(text: str) -> list[int]:
 
 
 def _measure(source: Source, options: argparse.Namespace) -> list[Claim]:
-    # These import torch, which slows the start of other commands.
+    # Imported late: they import torch, which would slow the start of other commands.
     if source is Source.MODEL:
         from bench.systems.model import model_claims
 
@@ -113,7 +117,7 @@ def _measure(source: Source, options: argparse.Namespace) -> list[Claim]:
 
 
 def _measure_links(options: argparse.Namespace) -> list[Claim]:
-    """Measure rings on links; an interrupted measurement has the claims on the rates that it has finished."""
+    """Measure rings on links. After an interruption return the claims on the rates that were finished."""
     from bench.selection.measure import measured_in_namespaces
     from bench.selection.results import SelectionReport, ring_lines
     from bench.systems.links import link_claims, link_settings

@@ -1,10 +1,10 @@
 """Ring with delayed messages: shows the effect of slow links on one machine.
 
 Each rank has one outgoing link for all its peers. A message leaves when the link is free, occupies it for bytes / rate,
-and arrives one latency later. Only waiting for a message takes time, as on a real link.
+and arrives one latency later. Only waiting for a message takes a rank's time, as on a real link.
 
-With one `VirtualClock` per rank, the machine's load does not change the times. Deadlines use the same clock, so choose
-rates that make a step take milliseconds.
+The systems bench and tests of rings wrap their transports in it. With one `VirtualClock` per rank, the machine's load
+does not change the times. Deadlines use the same clock, so choose rates that make a step take milliseconds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ringserve.cp_core.transport.interface import RingTransport, Work
 
 
 class Clock(Protocol):
-    """Time in seconds, common to all ranks of a ring."""
+    """Clock of a rank, in seconds. Ranks of a ring compare moments of their clocks."""
 
     def now(self) -> float: ...
 
@@ -99,7 +99,7 @@ class ChangingRate:
 
 
 class DelayedTransport(PointToPointRing):
-    """Delayed end of `inner`, usually an in-process ring. Its stats count the callers' messages."""
+    """Transport that delays messages of `inner`, usually an in-process ring. Stats count only callers' messages."""
 
     def __init__(
         self,

@@ -1,8 +1,9 @@
-"""Claims that messages of real rings show on delayed links, in virtual time: the same on every machine.
+"""Claims that real rings show by messages on delayed links, in virtual time: the same on every machine.
 
-Every rank is a thread with a clock of its own, which only its computation and its waits advance. Its attention computes
-nothing: it takes the time of its pairs. Messages have the sizes of the model and really pass between the ranks, by the
-code that a service runs. One token here stands for SCALE tokens of the model, so that tensors stay small.
+The systems bench calls `message_claims`. Every rank is a thread with a clock of its own, which only its computation and
+its waits advance. Its attention computes nothing, but lets the time of its pairs pass. Messages really pass between the
+ranks, by the code that a service runs. One token here stands for SCALE tokens of the model, so that tensors stay small,
+and the links are slower by as much as a token's KV is smaller.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from ringserve.cp_core.transport.interface import RingTransport
 SCALE = 32
 LAYERS = 8
 KV_BYTES = 2 * 4
-"""Bytes of K and V of one token here: one head of one float32 number."""
+"""Bytes of a token's K and V here: each is one head of one float32 number."""
 WAIT_SECONDS = 60.0
 TIMEOUT_SECONDS = 1e6
-"""Deadline of a message, in virtual time: none."""
+"""Deadline of a message in virtual time, which never passes."""
 
 
 class TimedAttention:
-    """Attention that only takes its time, `pair_seconds` for each query with each key that it sees; it counts these."""
+    """Attention that only lets `pair_seconds` pass for each pair of a query and a key that it sees; counts pairs."""
 
     name: ClassVar[str] = "timed"
 
@@ -60,7 +61,7 @@ class TimedAttention:
 
 
 def scaled(rates: ChainRates) -> ChainRates:
-    """Return the rates of LAYERS layers whose tokens stand for SCALE tokens each and have the bytes of those here."""
+    """Return the rates of LAYERS layers for tokens that stand for SCALE tokens each and have KV_BYTES."""
     return replace(
         rates,
         token_seconds=rates.token_seconds * SCALE,
@@ -75,7 +76,7 @@ def scaled(rates: ChainRates) -> ChainRates:
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Virtual seconds of a rank's step, bytes that it sent, and pairs that it attended; of several ranks the most."""
+    """Virtual seconds of a rank's step, bytes that it sent, and pairs that it attended; each the most of all ranks."""
 
     seconds: float
     num_bytes: int
@@ -85,7 +86,7 @@ class Spent:
 def step_by_messages(
     algorithm: str, layout: PrefillLayout, rates: ChainRates, sparsity: Sparsity | None = None
 ) -> Spent:
-    """Return what a step takes on ranks of these rates, in the order of their numbers."""
+    """Return what a step takes on ranks of these rates; a chain takes them in the order of their numbers."""
     num_ranks = rates.num_ranks
     sequence = SequencePlan(layout, (0,) * num_ranks, sparsity=sparsity)
     plan = PrefillPlan((sequence,), tuple(range(num_ranks)) if algorithm == CHAIN else ())
@@ -127,7 +128,7 @@ def _rank_step(algorithm: str, plan: PrefillPlan, rates: ChainRates, inner: Ring
         exchange.attend(layer, rows, rows, rows, lambda _: [[]], 1.0)
         compute(count * (rates.token_seconds - rates.projection_seconds) / speed + rates.layer_seconds)
     exchange.finish()
-    # A rank without tokens has nothing to end.
+    # A rank without tokens does not delay the end of the step.
     return Spent(clock.now() if count else 0.0, transport.stats.bytes_sent, backend.num_pairs)
 
 
@@ -145,9 +146,9 @@ def _even(num_tokens: int, rates: ChainRates) -> PrefillLayout:
 
 
 def tensor_by_messages(num_tokens: int, width: int, rates: ChainRates) -> Spent:
-    """Return what a step takes whose ranks have all tokens and a share of the weights and heads.
+    """Return what a step takes if each rank has all tokens and a share of the weights and heads.
 
-    Two sums a layer, of `width` float32 numbers a token, join them (arXiv 2411.01783, 4.2.2).
+    Each layer has two sums over the ranks, of `width` float32 numbers a token (arXiv 2411.01783, 4.2.2).
     """
     return _on_ranks(rates.num_ranks, partial(_rank_with_share, num_tokens, width, rates))
 
@@ -171,7 +172,7 @@ def message_claims() -> list[Claim]:
 
 
 def _step(link: float, num_ranks: int, num_tokens: int) -> tuple[ChainRates, Cuts]:
-    """Return the scaled rates and the best cuts of a step of the model's tokens."""
+    """Return the scaled rates and the best cuts of a step of `num_tokens` tokens of the model."""
     rates = scaled(chain_of(link, num_ranks))
     return rates, best_cuts(num_tokens // SCALE, 0, rates, strides=(16, 8, 4, 2, 1))
 
@@ -210,7 +211,7 @@ def _gains() -> Claim:
 
 
 def _noise() -> Claim:
-    """Compare the mean losses by one link of the ring at half rate."""
+    """Compare what a chain and pass-KV lose on average if one link has half its rate."""
     figures, num_ranks = [], 4
     for num_tokens in (8 * K, 16 * K):
         rates, cuts = _step(20e9, num_ranks, num_tokens)
@@ -237,7 +238,7 @@ def _with_slow_link(rates: ChainRates, slow: int) -> ChainRates:
 
 
 def _unlike() -> Claim:
-    """Compare the losses by a rank that is late, and by one at half speed; the chain knows which, and cuts for it."""
+    """Compare the losses by a late rank and by one at half speed; the chain knows which rank it is and cuts for it."""
     rates, num_tokens = _step(40e9, 4, 16 * K)[0], 16 * K // SCALE
     late = replace(rates, lateness=(0.0, 0.0, 0.0, 0.01))
     slow = replace(rates, speeds=(1.0, 1.0, 1.0, 0.5))
@@ -262,9 +263,9 @@ def _unlike() -> Claim:
 
 
 LONG_TOKENS = 160 * K
-"""Tokens whose sums take two rounds of parts here, as they do in the model's size."""
+"""Tokens so many that a sum exchanges parts in two rounds here, as one of the model's size does."""
 STATE_NUMBERS = KV_BYTES * GROUPED.hidden_size // (2 * GROUPED.num_kv_heads * GROUPED.head_dim) // 4
-"""float32 numbers of a token's states here, beside KV_BYTES of its keys and values."""
+"""float32 numbers of a token's states here, in the model's proportion to KV_BYTES."""
 
 
 def _tensor_parallel() -> Claim:
@@ -311,7 +312,7 @@ def _sparse() -> Claim:
             Figure.at_least("bytes", saved, 0.19, is_share=True),
             Figure.at_least("pairs", attended, 0.28, is_share=True),
         ),
-        why="CSPS drops queries with the keys. Here all queries stay, and a rank's own keys; pairs fall with the "
-        f"dropped share alone: a keep of {1.0 - DROPPED * 0.28 / attended:.2f} saves 28% of them, for 0.002 nats "
+        why="CSPS drops queries with the keys. Here all queries and a rank's own keys stay, so pairs fall only with "
+        f"the dropped share: a keep of {1.0 - DROPPED * 0.28 / attended:.2f} saves 28% of them, for 0.002 nats "
         "(decision 0032).",
     )

@@ -41,7 +41,7 @@ from ringserve.workers.model.builtin import resolve_model_path
 
 PIPE_WIDTH = 120
 MAX_DIVIDE = 512
-"""Tokens of a block in Mooncake's traces."""
+"""Largest --divide: a block of Mooncake's traces has 512 tokens, of which one must remain."""
 
 
 def _positive(text: str) -> float:
@@ -61,7 +61,7 @@ class BenchOptions:
     rate: float = option("requests a second", "N", 1.0, parser=_positive)
     duration: float = option("time of arrivals", "SECONDS", 60.0, parser=_positive)
     mix: str = option("weights of the kinds that arrive at random", "KIND:WEIGHT,...", "short:1")
-    every: str = option("also one of a kind at fixed intervals", "KIND:SECONDS", "")
+    every: str = option("besides, one request of KIND every SECONDS", "KIND:SECONDS", "")
     kind: list[str] = option(
         "another kind; repeatable (default: "
         + " ".join(f"{kind.name}={kind.least_prompt}-{kind.most_prompt}:{kind.max_tokens}" for kind in KINDS)
@@ -70,13 +70,13 @@ class BenchOptions:
         [],
     )
     trace: Path | None = option("arrivals from a file of JSON lines, not at random", default=None)
-    divide: int = option("--trace has Mooncake's requests; divide their lengths by N", default=0, show_default=False)
-    requests: int = option("first requests taken with --divide", default=100)
-    pace: float = option("factor of the times with --divide", default=1.0, parser=_positive)
-    check: int = option("answers compared with transformers, with --divide", default=0, show_default=False)
+    divide: int = option("read a Mooncake --trace and divide its lengths by N, 1 to 512", default=0, show_default=False)
+    requests: int = option("with --divide: take the first N requests", default=100)
+    pace: float = option("with --divide: multiply arrival times by X; 2 halves the rate", default=1.0, parser=_positive)
+    check: int = option("with --divide: compare N answers with transformers", default=0, show_default=False)
     save_trace: Path | None = option("write the arrivals that were drawn", default=None)
-    ttft_bound: float = option("for goodput", "SECONDS", 2.0, parser=_positive)
-    ttit_bound: float = option("for goodput", "SECONDS", 0.1, parser=_positive)
+    ttft_bound: float = option("longest TTFT of a good request", "SECONDS", 2.0, parser=_positive)
+    ttit_bound: float = option("longest mean TTIT of a good request", "SECONDS", 0.1, parser=_positive)
     timeout: float = option("deadline of each request", "SECONDS", 300.0, parser=_positive)
     seed: int = option("seed of arrivals and prompts", default=0)
     service: ServingOptions
@@ -94,7 +94,7 @@ class BenchOptions:
     "ringserve bench --target 127.0.0.1:50051 --trace requests.jsonl --json",
     "ringserve bench --start --trace examples/traces/conversation_trace.jsonl.gz --divide 64 --requests 60 --check 10",
     description="""Requests arrive at random at a rate (Poisson), whatever the state of earlier ones, and with --every
-also at fixed intervals. A kind is NAME=PROMPT or LEAST-MOST:ANSWER in tokens.""",
+also at fixed intervals. A kind is NAME=PROMPT:ANSWER or NAME=LEAST-MOST:ANSWER, with lengths in tokens.""",
 )
 def bench(options: BenchOptions) -> int:
     if options.plot is not None:
@@ -142,8 +142,8 @@ def _cached_lines(
     model: str,
 ) -> tuple[str, ...]:
     said = (
-        f"{report.cached_share:.1%} of the prompt tokens were cached; simulated rings have {simulated:.1%}, one cache "
-        f"of the room of a role's rings {ideal:.1%} (least recently used)"
+        f"{report.cached_share:.1%} of the prompt tokens were cached; simulated rings reach {simulated:.1%}, one "
+        f"LRU cache as large as all rings of one role {ideal:.1%}"
     )
     if not options.check:
         return (said,)
@@ -155,7 +155,7 @@ def _trace(options: BenchOptions) -> list[Arrival]:
     if options.divide:
         if options.trace is None or not 1 <= options.divide <= MAX_DIVIDE or options.requests < 1:
             raise ConfigError(
-                f"--divide: {options.divide} needs --trace, and --requests of 1 or more; allowed are 1 to {MAX_DIVIDE}"
+                f"--divide: {options.divide} needs --trace, a divisor of 1 to {MAX_DIVIDE}, and --requests of 1 or more"
             )
         return scaled(read_requests(options.trace, options.requests), options.divide, options.pace)
     if options.trace is not None:
@@ -207,7 +207,7 @@ def _closing_lines(report: LoadReport) -> list[str]:
         f"goodput {report.good_requests_per_second:.2f} requests/s within TTFT {report.bounds.ttft:g} s "
         f"and TTIT {report.bounds.ttit:g} s on average",
         *_prediction_line(report),
-        f"requests were sent {lag * 1e3:.1f} ms late at p99; load {before:.1f} before and {after:.1f} after",
+        f"requests were sent {lag * 1e3:.1f} ms late at p99; machine load {before:.1f} before and {after:.1f} after",
     ]
 
 
@@ -215,9 +215,9 @@ def _prediction_line(report: LoadReport) -> list[str]:
     errors = report.predictions
     if errors is None:
         return []
-    later = "" if errors.later is None else f", {errors.later:.0%} of the later ones"
+    later = "" if errors.later is None else f" and {errors.later:.0%} in the later ones"
     return [
-        f"predicted prefill seconds differ from measured ones by {errors.first:.0%} of the first {FIRST_TURNS} turns"
+        f"predicted prefill seconds differ from measured ones by {errors.first:.0%} in the first {FIRST_TURNS} turns"
         f"{later} (medians)"
     ]
 
@@ -248,5 +248,5 @@ def _kind(text: str) -> RequestKind:
     except ValueError:
         raise ConfigError(f"--kind: {text!r} is not NAME=TOKENS:ANSWER, e.g. short=64-192:32") from None
     if not name or not 1 <= kind.least_prompt <= kind.most_prompt or kind.max_tokens < 1:
-        raise ConfigError(f"--kind: {text!r} needs a name, 1 or more tokens, the least first, and 1 or more of answer")
+        raise ConfigError(f"--kind: {text!r} needs a name, LEAST-MOST tokens of 1 or more, and 1 or more answer tokens")
     return kind

@@ -1,4 +1,8 @@
-"""`ringserve chat`: a conversation on the terminal."""
+"""`ringserve chat`: a conversation on the terminal.
+
+Its messages are kept in `chats/` of the state directory; a conversation without a name is deleted at the end, also in
+the service.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ from ringserve.services.cli.options import TargetOptions
 from ringserve.services.cluster.state import state_directory
 
 HELP = """/plan          show how the last answer was computed
-/retry         ask again; a chat at temperature 0 draws this answer at 0.7
+/retry         ask again; if the temperature is 0, draw this answer at 0.7
 /fork [NAME]   go on in a copy of the conversation; the original stays
 /system TEXT   set the system message, /system alone shows it
 /help          show this list
@@ -35,7 +39,7 @@ RETRY_TEMPERATURE = 0.7
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
     gateway: TargetOptions
-    conversation: str = option("go on with this chat, or begin it; it stays", "ID", "")
+    conversation: str = option("continue or begin this conversation, and do not delete it at the end", "ID", "")
     system: str = option("a system message to begin with", default="")
     plan: bool = flag("show the plan after every answer")
     max_tokens: int | None = option("new tokens at most (default: no limit)", default=None)
@@ -64,14 +68,14 @@ def chat(options: ChatOptions) -> int:
 class Chat:
     """Conversation with one user: lines come in, answers and figures go to the terminal.
 
-    Every turn sends all messages, of which the rings retain the common beginning. The transcript is written after each
-    answer, so that a chat whose terminal was closed can go on.
+    Every turn sends all messages; the rings still hold the KV of those that the turn before sent. The transcript is
+    written after each answer, so that a chat whose terminal was closed can go on.
     """
 
     def __init__(self, client: Client, conversation: str, sampling: Sampling, *, shows_plan: bool = False) -> None:
-        """Begin or go on with a conversation; an empty id makes one that ends with the chat.
+        """Begin or continue a conversation; an empty id begins one that `end` deletes.
 
-        Raises ConfigError; InvalidRequest for a conversation of the service whose messages are not known here.
+        Raises ConfigError; InvalidRequest if the service has this conversation but this user has no transcript of it.
         """
         self._client = client
         self._is_kept = bool(conversation)
@@ -202,7 +206,7 @@ class Chat:
         )
 
     def _stream(self, messages: Sequence[Message], sampling: Sampling, pieces: list[str]) -> Answer:
-        """Run a turn, and print and note its pieces."""
+        """Run a turn; print its pieces and append them to `pieces`."""
         terminal = AnswerWriter(sys.stdout)
         with self._client.stream(
             messages,
@@ -230,7 +234,7 @@ class AnswerWriter:
         self._word = ""
 
     def write(self, text: str) -> None:
-        """Write a piece. A word that turns out too long for its line moves to the next with all its letters so far."""
+        """Write a piece. Once a word no longer fits its line, it is erased there and goes whole to the next line."""
         shown = "".join(map(self._placed, self.PARTS.findall(text))) if self._width else text
         print(shown, end="", flush=True, file=self._output)
 
@@ -243,10 +247,10 @@ class AnswerWriter:
             self._word, fits = "", self._column + cells < self._width
             self._column = self._column + cells if fits else 0
             return part if fits else "\n"
-        there, self._word = cell_len(self._word), self._word + part
-        if self._column + cells > self._width and self._column > there and there + cells <= self._width:
-            self._column = there + cells
-            erased = f"\x1b[{there}D\x1b[K" if there else ""
+        word_cells, self._word = cell_len(self._word), self._word + part
+        if self._column + cells > self._width and self._column > word_cells and word_cells + cells <= self._width:
+            self._column = word_cells + cells
+            erased = f"\x1b[{word_cells}D\x1b[K" if word_cells else ""
             return f"{erased}\n{self._word}"
         self._column = (self._column + cells) % (self._width + 1)
         return part
@@ -323,5 +327,5 @@ def remove_transcript(conversation: str) -> None:
 
 
 def _transcript_path(conversation: str) -> Path:
-    """Return the file of a conversation: its id may hold characters that no file name can."""
+    """Return the file of a conversation, named by a hash: an id may have characters that a file name cannot."""
     return state_directory() / "chats" / f"{hashlib.sha256(conversation.encode()).hexdigest()[:32]}.json"

@@ -1,4 +1,4 @@
-"""Commands as functions of one dataclass, made into typer's commands.
+"""Declarations of commands: a function of one dataclass of options becomes a command of typer.
 
 The fields of the dataclass are the options. A field whose type is a dataclass is a group of options that several
 commands share:
@@ -35,7 +35,7 @@ from ringserve.cp_core.errors import InvalidRequest
 Options = TypeVar("Options")
 COLUMNS = 76
 """Width of an example, which fits a terminal of 80 columns."""
-# Metavars of options that name none.
+# Metavars by type, for options that name none.
 METAVARS = {int: "N", float: "X", str: "TEXT", Path: "FILE"}
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 
@@ -51,7 +51,7 @@ class Call(Generic[Options]):
 
 @dataclass(frozen=True, kw_only=True)
 class Command(Generic[Options]):
-    """A command: its function, which returns the exit status, and its help beside the summary in a list of commands."""
+    """A command: its function, which returns the exit status, and its help but for the one-line summary."""
 
     run: Callable[[Options], int]
     options: type[Options]
@@ -72,7 +72,7 @@ class Command(Generic[Options]):
         call.__signature__ = inspect.Signature([*_parameters(self.options)])  # type: ignore[attr-defined]
         app.command(
             name,
-            cls=_Speller,
+            cls=_ExpandingCommand,
             help=self.description or _sentence(summary),
             short_help=summary,
             epilog=help_of_examples(self.examples, self.notes),
@@ -117,7 +117,7 @@ def check_text(key: str, text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidRequest(f"{key}: byte {error.start + 1} is no UTF-8 text; convert it to UTF-8") from None
+        raise InvalidRequest(f"{key}: character {error.start + 1} is no UTF-8 text; convert it to UTF-8") from None
     return text
 
 
@@ -147,7 +147,7 @@ def argument(help: str, metavar: str | None = None, default: Any = MISSING, **se
 
 
 def one_of(help: str, allowed: Sequence[str], default: Any = MISSING) -> Any:
-    """Declare an option with few values, which shell completion offers. An empty default stands for none of them."""
+    """Declare an option with few values, which shell completion offers. With an empty default it may be left out."""
 
     def parse(text: str) -> str:
         if text and text not in allowed:
@@ -214,16 +214,17 @@ def _fill(options: type[Options], values: Mapping[str, Any]) -> Options:
     return options(**given)
 
 
-class _Speller(TyperCommand):
+class _ExpandingCommand(TyperCommand):
     """Command whose options may be shortened, and take several values if their metavar ends with an ellipsis.
 
-    Click has neither: `--max-tok 3 --stop a b` becomes `--max-tokens 3 --stop a --stop b`.
+    Click has neither, so the arguments are rewritten before it parses them: `--max-tok 3 --stop a b` becomes
+    `--max-tokens 3 --stop a --stop b`.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, [*self._spelled(args)])
+        return super().parse_args(ctx, [*self._expanded(args)])
 
-    def _spelled(self, args: Sequence[str]) -> Iterator[str]:
+    def _expanded(self, args: Sequence[str]) -> Iterator[str]:
         options = {name: each for each in self.params for name in each.opts if name.startswith("--")}
         rest = deque(args)
         while rest:

@@ -1,4 +1,7 @@
-"""`ringserve demo`: ask a real model about a document, check every token against transformers, stop everything."""
+"""`ringserve demo`: ask a real model about a document, and check every token against transformers.
+
+It starts a cluster of its own, and stops it at the end.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +40,12 @@ from ringserve.workers.model.info import read_model_info
 
 EXIT_INTERRUPTED = 130
 RANDOM_TOKENS = 8192
-"""Length of the document for a random model: a token of `builtin:tiny` is a byte."""
+"""Tokens of the document by default with `builtin:tiny`: its tokens are bytes, so the whole document has too many."""
 FOLLOW_UP_TOOK = {
-    "pass_kv": "the follow-up took pass-KV: by the rates of the rings it is no slower than others here",
+    "pass_kv": "the follow-up took pass-KV: by the rates that the rings measured, no other is faster here",
     "pass_q": "the follow-up took pass-Q: its queries are few, and keys and values stay in place",
-    "gather_kv": "the follow-up took gather-KV: every rank gets all keys at once, which saves starts of messages",
-    "chain": "the follow-up took the chain: keys and values go one way along the ranks, behind whole layers",
+    "gather_kv": "the follow-up took gather-KV: every rank gets all KV in one exchange, which saves latency",
+    "chain": "the follow-up took the chain: keys and values pass once along the ranks, hidden by whole layers",
     "sp_ntp": "the follow-up took SP-NTP: each rank attends a share of the heads, which saves bytes",
     "decode_ring": "the follow-up was computed by the decode ring, which retains the conversation: no KV moved",
 }
@@ -77,7 +80,7 @@ def demo(options: DemoOptions) -> int:
         def progress(line: str) -> None:
             console.print(f"[dim]{time.monotonic() - began:6.1f} s  {line}")
 
-        # Here, not above: other commands do without Ray, whose import takes longer than all else of them.
+        # Here, not above: commands that start no cluster need no Ray, whose import takes longer than all the rest.
         from ringserve.services.cluster.local import LocalCluster
 
         cluster = LocalCluster(demo_config(model, info.max_positions, options.device), progress, signals.requested)
@@ -145,7 +148,8 @@ def _report(
 ) -> int:
     console.print(_table(turns))
     for verdict in verdicts:
-        console.print(f"turn {verdict.title}: {_outcome(verdict)} (smallest lead {verdict.smallest_lead:.2g} logits)")
+        lead = f"smallest lead over the second-best token {verdict.smallest_lead:.2g} logits"
+        console.print(f"turn {verdict.title}: {_outcome(verdict)} ({lead})")
     console.print(FOLLOW_UP_TOOK[turns[1].answer["plan"]["algorithm"]])
     passed = all(verdict.is_equal and verdict.is_right is not False for verdict in verdicts)
     console.print(f"{'done' if passed else 'FAILED'} in {seconds:.1f} s; nothing is left running")

@@ -1,4 +1,4 @@
-"""`ringserve explain`: the algorithm of a turn, the reason, and the cost of every alternative."""
+"""`ringserve explain`: the algorithm of a turn, the reason, and the cost of every alternative. It needs no cluster."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class ExplainOptions:
     ranks: str = option("ranks of the ring, or of several to compare", "N,...")
     tp: str = option("processes of a rank", "N,...", "1")
     decode_ranks: int | None = option(
-        "ranks of the decode ring that retains P: it may compute T itself", default=None, min=1
+        "ranks of a decode ring that holds the cached tokens, and may compute the turn itself", default=None, min=1
     )
-    decode_tp: int = option("processes of a rank there", default=1, min=1)
+    decode_tp: int = option("processes of a rank of the decode ring", default=1, min=1)
     missing: str = option("cached tokens that only the decode ring retains", "TOKENS", "0")
     selector: str = one_of("selection policy", POLICIES, "auto")
-    sparse_losses: Path | None = option("tell approximate ways too, by what calibrate --sparse wrote", default=None)
+    sparse_losses: Path | None = option("show approximate prefills too, by what calibrate --sparse wrote", default=None)
     json: JsonFlag = False
 
 
@@ -48,9 +48,10 @@ class ExplainOptions:
     "ringserve explain --model llama3-70b --hardware gtt --tokens 2k --ranks 1,2,4,8 --tp 8",
     "ringserve explain --model llama3-70b --hardware gti --tokens 8k --ranks 2 --tp 8 --json",
     "ringserve explain --model llama3-8b --tokens 20 --cached 128k --missing 300 --ranks 4 --decode-ranks 2",
-    description="""Predicted by a hardware profile, for one turn computed in one step on an idle ring; * marks the
-choice. Several sizes (--ranks 1,2,4) are compared; * marks the ring that a router would take. Linear layers, tensor
-parallel sums, attention, messages exposed and hidden behind it, all-to-all, overhead.""",
+    description="""The costs are predicted from a hardware profile, for one turn that an idle ring computes in one
+step; * marks the choice. Several sizes (--ranks 1,2,4) are compared; * marks the ring that a router would take. Columns
+are seconds of linear layers, tensor-parallel sums, attention, messages that attention does not hide (exposed) and does
+hide (hidden), all-to-all, and overhead.""",
 )
 def explain(options: ExplainOptions) -> int:
     model, profile = planned_model(options.model), read_profile(options.hardware)
@@ -66,9 +67,9 @@ def explain(options: ExplainOptions) -> int:
             RingShape(cp=cp, tp=tp),
             policy=options.selector,
             new_tokens=parse_tokens("--tokens", options.tokens),
-            cached_tokens=_tokens_or_none("--cached", options.cached),
+            cached_tokens=_tokens_or_zero("--cached", options.cached),
             decode=decode,
-            missing_tokens=_tokens_or_none("--missing", options.missing),
+            missing_tokens=_tokens_or_zero("--missing", options.missing),
             losses=losses,
         )
         for tp in widths
@@ -97,5 +98,5 @@ def _show_several(comparison: RingComparison, *, as_json: bool) -> None:
         print_lines(comparison_line(comparison), *explanation_lines(comparison.chosen))
 
 
-def _tokens_or_none(key: str, text: str) -> int:
+def _tokens_or_zero(key: str, text: str) -> int:
     return 0 if text == "0" else parse_tokens(key, text)

@@ -23,15 +23,15 @@ class GatewayOptions:
     listen: str = option("where clients call", "HOST:PORT")
     http: str = option("where OpenAI's HTTP is served (default: nowhere)", "HOST:PORT", "")
     metrics: str = option("where Prometheus asks (default: nowhere)", "HOST:PORT", "")
-    metric_names: str = one_of("vllm: show its names as well (default: ours alone)", METRIC_NAMES, "")
+    metric_names: str = one_of("vllm: its metric names as well (default: ringserve's alone)", METRIC_NAMES, "")
     router: str = option("the router, as 'ringserve status' shows it", "HOST:PORT")
     model: str = option("model directory or built-in model", "DIR")
     model_name: str = option("what HTTP clients call it (default: the directory's name)", "NAME", "")
-    dtype: str = option("the rings' dtype, as model.dtype", "NAME", "auto")
+    dtype: str = option("the rings' dtype, with the values of model.dtype", "NAME", "auto")
     device: str = one_of("the rings' device", DEVICES, "cpu")
     max_seconds: float = option("longest a turn may take", "N", 600.0)
     log_level: str = one_of("what to log", LOG_LEVELS, "info")
-    log_levels: str = option("of single modules: 'MODULE=LEVEL ...' (as logs.levels)", "LIST", "")
+    log_levels: str = option("log levels of single modules: 'MODULE=LEVEL ...', as in logs.levels", "LIST", "")
     log_format: str = one_of("for people or machines", LOG_FORMATS, "human")
     drain_seconds: DrainSeconds = 2.0
 
@@ -40,7 +40,8 @@ class GatewayOptions:
 def gateway(options: GatewayOptions) -> int:
     from ringserve.services.gateway.process import run_gateway
 
-    # Of these only tls, auth, tracing, http, timeouts.lost, gateway.insecure and .page, and metrics.tenants count.
+    # Of the configuration only tls, internal_tls, auth, tracing, http, timeouts.lost, gateway.insecure and .page, and
+    # metrics.tenants count.
     config = options.config.load()
     check_exposure("--listen", options.listen, config)
     check_exposure("--http", options.http, config)
@@ -75,7 +76,7 @@ def gateway(options: GatewayOptions) -> int:
 
 
 def _checked_levels(text: str) -> str:
-    """Return levels of modules as they are. Raises ConfigError."""
+    """Return `text`, if it can be read as levels of modules. Raises ConfigError."""
     try:
         levels_by_module(text)
     except ConfigError as error:

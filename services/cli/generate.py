@@ -1,4 +1,7 @@
-"""`ringserve generate`: run one turn. Its sampling options and the display of plans serve `ringserve chat` too."""
+"""`ringserve generate`: run one turn.
+
+It calls a gateway and keeps nothing. `ringserve chat` uses its sampling options and its display of plans.
+"""
 
 from __future__ import annotations
 
@@ -25,21 +28,25 @@ from ringserve.services.rpc.answer import answer_dict, answers_dict
 from ringserve.workers.protocol.steps import Algorithm
 
 UINT32 = 2**32 - 1
-"""Largest number of the contract's unsigned fields, but for seeds."""
+"""Largest value of an unsigned field of the gRPC contract; seeds have 64 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """Options of every answer, but for its length."""
+    """Sampling options that `generate` and `chat` share; each has a --max-tokens of its own."""
 
     min_tokens: int = option("no stop within the first N tokens", default=0, show_default=False)
     temperature: float = option("0 is greedy", default=0.0)
     seed: int | None = option("same seed, same tokens (default: drawn)", default=None)
-    top_p: float | None = option("draw from the most likely tokens that make up X", default=None)
+    top_p: float | None = option("draw from the most likely tokens, whose probabilities sum to X", default=None)
     top_k: int = option("draw from the N most likely tokens", default=0, show_default=False)
-    min_p: float = option("draw from tokens X times as likely as the likeliest", default=0.0, show_default=False)
-    presence_penalty: float = option("against tokens that the answer holds", default=0.0, show_default=False)
-    frequency_penalty: float = option("the same for each time it holds them", default=0.0, show_default=False)
+    min_p: float = option(
+        "draw from tokens at least X times as likely as the likeliest", default=0.0, show_default=False
+    )
+    presence_penalty: float = option(
+        "subtract X from the logits of the answer's tokens", default=0.0, show_default=False
+    )
+    frequency_penalty: float = option("the same for each occurrence of the token", default=0.0, show_default=False)
     repetition_penalty: float | None = option("above 1: against tokens of prompt and answer", default=None)
     logit_bias: list[str] = option("add X to a token's logit", "ID=X ...", [])
     stop: list[str] = option("end before any of these", "TEXT ...", [])
@@ -48,7 +55,10 @@ class SamplingOptions:
     ignore_eos: bool = flag("do not end at the model's end-of-sequence token")
 
     def sampling(self, **others: Any) -> Sampling:
-        """Convert the options, and others of Sampling. Raises InvalidRequest for values out of bounds."""
+        """Return the Sampling of these options and of `others`, further fields of it.
+
+        Raises InvalidRequest for values out of bounds.
+        """
         for name, least, most in (
             ("max_tokens", 1, UINT32),
             ("min_tokens", 0, UINT32),
@@ -99,8 +109,8 @@ class GenerateOptions:
     choice: list[str] = option("answer with one of these", "TEXT ...", [])
     grammar: Path | None = option("answer by this grammar, of Lark's form or GBNF", default=None)
     n: int = option("answers to the prompt", default=1)
-    logprobs: int | None = option("with --json: of each token and the N most likely", default=None)
-    prompt_logprobs: int | None = option("the same of the prompt's tokens", default=None)
+    logprobs: int | None = option("with --json: log probabilities of each token and of the N most likely", default=None)
+    prompt_logprobs: int | None = option("the same for the prompt's tokens", default=None)
     timeout: float | None = option("end the turn everywhere after this long", "SECONDS", None)
     wait: bool = flag("wait for the conversation's running turn")
     conversation_ttl: float | None = option(
@@ -112,8 +122,10 @@ class GenerateOptions:
     algorithm: str = one_of(
         "algorithm of the prefill; the tokens are the same (default: chosen)", [each.value for each in Algorithm], ""
     )
-    max_loss: float | None = option("may be approximate, up to this loss, to be sooner; 0: exact", "NATS", None)
-    max_ttft: float | None = option("may be approximate, to have the first token by then", "SECONDS", None)
+    max_loss: float | None = option(
+        "allow an approximate prefill with this loss at most, if faster; 0: exact", "NATS", None
+    )
+    max_ttft: float | None = option("allow an approximate prefill, if no exact one is in time", "SECONDS", None)
     request_id: str = option("name the request, e.g. to abort it", "ID", "")
     json: bool = flag("print one JSON object instead of the text")
 
@@ -129,7 +141,7 @@ class GenerateOptions:
             raise InvalidRequest("--mode: append needs a conversation; give --conversation ID")
 
     def form(self) -> dict[str, Any]:
-        """Return the options that hold the answer to a form, by their names in Sampling; files are not read yet."""
+        """Return the options that constrain the answer's form, by their names in Sampling; files are not read yet."""
         names = ("json_schema", "json_object", "regex", "choice", "grammar")
         return {name: getattr(self, name) for name in names if getattr(self, name)}
 
@@ -224,7 +236,7 @@ def _bias(item: str) -> tuple[int, float]:
 
 
 WORTH_SHOWING = 0.05
-"""Relative change of a prediction from which its correction is shown."""
+"""A correction is shown if it changes the prediction by more than this share."""
 
 
 def show_plan(answer: Answer) -> None:

@@ -56,25 +56,29 @@ class SimulateOptions:
     placement: str = option("placements to compare", "NAME,...", ",".join(POLICIES))
     chunk: str = option("longest prefill step", "TOKENS", "64k")
     max_batch: int = option("sequences a decode ring takes", default=32, min=1)
-    kv_tokens: str = option("KV room of all rings of a role together (default: what memory takes)", "TOKENS", "")
+    kv_tokens: str = option(
+        "KV tokens that all rings of a role hold together (default: what memory holds)", "TOKENS", ""
+    )
     trace: Path | None = option(
         "conversations or Mooncake's requests, a JSON object a line (default: synthetic)", default=None
     )
     conversations: int | None = option("conversations of a synthetic trace (default: 1000)", default=None, min=1)
     busy: float | None = option("as many conversations as keep prefill rings this busy, e.g. 0.6", "SHARE", None)
     first: str = option(
-        "sizes of first prompts; single sizes vary by half", "TOKENS[-TOKENS][:WEIGHT],...", "4k,32k,128k"
+        "sizes of first prompts; a single size T stands for T/1.5 to 1.5 T",
+        "TOKENS[-TOKENS][:WEIGHT],...",
+        "4k,32k,128k",
     )
     turns: float = option("mean turns of a conversation", "N", 4.0, min=1, max=MAX_TURNS)
     answer: str = option("mean tokens of an answer", "TOKENS", "300")
     time: str = option("span in which conversations begin", "TIME", "1h")
     seed: int = option("seed of a synthetic trace", default=0)
     write_trace: Path | None = option("write the trace, as --trace takes it", default=None)
-    scale: str = option("ways in which rings end and come back, to compare: none, load, busy", "WAY,...", "none")
+    scale: str = option("rules that stop and start rings, to compare: none, load, busy", "WAY,...", "none")
     least: int = option("rings of a role that always serve", default=1, min=1)
-    ring_start: str = option("time until a ring that comes back serves", "TIME", "90s")
-    max_wait: str = option("wait of a prompt beyond which `load` brings a ring back", "TIME", "2s")
-    target: float = option("share of its time or room that a ring is to be busy when rings scale", "SHARE", 0.6)
+    ring_start: str = option("time until a ring that is started again serves", "TIME", "90s")
+    max_wait: str = option("with `load`: start a ring again if a prompt would wait longer", "TIME", "2s")
+    target: float = option("with --scale: share of a ring's time or room to be in use", "SHARE", 0.6)
     jobs: int = option("placements simulated at a time", default=1, min=1, max=MAX_JOBS)
     json: JsonFlag = False
     plot: Path | None = option("draw TTFT over time and by size of turn", "FILE.png", None)
@@ -94,11 +98,11 @@ class SimulateOptions:
     "ringserve simulate --model llama3-70b --prefill 20x2x8 --decode 20x1x8 --busy 0.4 --time 24h --placement router "
     "--scale none,load,busy",
     description="""Conversations of several turns arrive at a cluster of rings. A hardware profile predicts durations;
-the code of a running cluster decides. Placements: `router` is that of the service; `least_loaded` and `round_robin`
+the placement code of the service decides. Placements: `router` is that of the service; `least_loaded` and `round_robin`
 ignore KV; `kv_aware` weighs exact queues against the KV that rings hold. Pools are RINGSxCPxTP. A seed fixes the
-conversations; most of them begin in the middle of the time. With --scale rings end while fewer will do. `load` is the
-rule of `min_rings`. `busy` is the rule of Kubernetes' HPA, with the share of time in which rings compute. The table
-shows the hours that prefill rings and decode rings were on.""",
+conversations; most of them begin in the middle of the time. With --scale, rings are stopped while fewer are enough, and
+started again later. `load` is the rule of `min_rings`. `busy` is the rule of Kubernetes' HPA, with the share of time in
+which rings compute. The table shows the hours that prefill rings and decode rings were on.""",
 )
 def simulate(options: SimulateOptions) -> int:
     if options.plot is not None:
@@ -123,7 +127,7 @@ def simulate(options: SimulateOptions) -> int:
         if isinstance(trace, list) and any(each.block_ids for each in trace):
             print_lines(_bounds(trace, cluster.kv_tokens))
         print_lines(
-            f"{results[0].num_turns} turns of {len(trace)} conversations; TTFT counts from the first request of a turn"
+            f"{results[0].num_turns} turns of {len(trace)} conversations; TTFT counts from the first attempt at a turn"
         )
     return 0
 
@@ -161,8 +165,8 @@ def _simulated(cluster: ClusterShape, trace: Trace, runs: Sequence[Run], jobs: i
     with bar() as progress:
         if jobs > 1:
             task = progress.add_task("placements", total=len(runs))
-            # Not by fork: in a child of a process that has used gRPC a garbage collection waits for threads that it has
-            # not, for ever.
+            # Not by fork: a process that has used gRPC has threads that its child lacks, and a garbage collection in
+            # the child would wait for them for ever.
             with ProcessPoolExecutor(max_workers=jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
                 done = pool.map(partial(_simulate, cluster, trace), runs)
                 return list(progress.track(done, task_id=task))
@@ -243,9 +247,9 @@ def _pool(key: str, text: str) -> PoolShape:
 
 
 def _bounds(trace: Sequence[TracedConversation], room: int) -> str:
-    """Return the share that one cache for all rings would have served, the most that a placement can."""
+    """Describe the share that one cache for all rings would have served: an upper bound of every placement."""
     unlimited = f"one cache for all rings would serve {ideal_share(trace):.1%} of the prompt tokens without a limit"
-    return f"{unlimited}, {ideal_share(trace, room):.1%} in {room} tokens (least recently used)" if room else unlimited
+    return f"{unlimited}, {ideal_share(trace, room):.1%} in {room} tokens (LRU)" if room else unlimited
 
 
 def _table(results: Sequence[SimulationResult]) -> Table:

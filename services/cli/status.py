@@ -1,4 +1,4 @@
-"""`ringserve status`: rings of a cluster and their load."""
+"""`ringserve status`: rings of a cluster and their load. It asks a gateway or the router, and changes nothing."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class StatusOptions:
     "ringserve status --target 127.0.0.1:50051 --json",
     "ringserve status --router 10.0.0.5:6380 --config cluster.yaml",
     "ringserve status --wide --svg status.svg",
-    notes="Exit status: 0 if the cluster serves, 3 if a role has no ring that takes turns, or the cluster is starting.",
+    notes="Exit status: 0 if the cluster serves, 3 if it is starting or a role has no ring that accepts turns.",
 )
 def status(options: StatusOptions) -> int:
     if options.router:
@@ -93,7 +93,7 @@ def _show_starting(state: ClusterState, *, as_json: bool) -> int:
 
 
 def _missing_roles(info: ServerInfo) -> list[str]:
-    """Return the roles of which no ring takes turns."""
+    """Return the roles without a ring that accepts turns."""
     serving = {ring.role for ring in info.rings if ring.state == "ready" and not ring.draining}
     return [role for role in ROLES if role not in serving]
 
@@ -114,7 +114,7 @@ def _show(console: Console, info: ServerInfo, options: StatusOptions) -> None:
         return
     print_table(console, _wide_table(info) if options.wide else _table(info, is_ascii=console.options.ascii_only))
     lines = [
-        *(f"no {role} ring takes turns: the cluster does not serve" for role in _missing_roles(info)),
+        *(f"no {role} ring accepts turns: the cluster does not serve" for role in _missing_roles(info)),
         *([pool_sizes(info)] if info.rings else []),
         (
             f"version {info.version}, up {info.uptime_seconds:.0f} s, selector {info.selector}, "
@@ -125,7 +125,7 @@ def _show(console: Console, info: ServerInfo, options: StatusOptions) -> None:
         *(f"{ring.name}: {ring.decode_reason}" for ring in info.rings if ring.decode_reason),
         *(f"{ring.name} cannot be rebuilt: {ring.failure}" for ring in info.rings if ring.failure),
     ]
-    for line in lines:  # a picture has a frame, a terminal wraps lines itself
+    for line in lines:  # a terminal wraps lines itself, a picture does not
         console.print(line, markup=False, highlight=False, soft_wrap=not console.record)
 
 
@@ -151,7 +151,7 @@ def _table(info: ServerInfo, *, is_ascii: bool) -> Table:
 
 
 def _fullest(ring: RingInfo, *, is_ascii: bool) -> str:
-    """Return a bar of the rank with the fewest free blocks (active, retained, free), and the share in use."""
+    """Draw the active, retained and free blocks of the rank with the fewest free ones, and tell the share in use."""
     ranks = [rank for rank in ring.kv_usage if rank.total_blocks]
     if not ranks:
         return ""
@@ -181,7 +181,7 @@ def _wide_table(info: ServerInfo) -> Table:
             ring.name,
             _state(ring),
             _ranks(ring),
-            _means(ring),
+            _backends(ring),
             str(ring.num_requests_running),
             _waiting(ring),
             "\n".join(dict.fromkeys(_usage(rank) for rank in ring.kv_usage)),
@@ -206,7 +206,7 @@ def _ring_table(ring: RingInfo) -> Table:
         "role": ring.role,
         "state": _state(ring),
         "ranks": _ranks(ring),
-        "attention, transport, decode": _means(ring),
+        "attention, transport, decode": _backends(ring),
         "turns": f"{ring.num_requests_running} running, {_waiting(ring)} waiting",
         "preemptions": str(ring.num_preemptions),
         "rebuilds": str(ring.rebuilds),
@@ -231,7 +231,7 @@ def _ranks(ring: RingInfo) -> str:
     return f"{ring.num_ranks} x {ring.tp}" if ring.tp > 1 else str(ring.num_ranks)
 
 
-def _means(ring: RingInfo) -> str:
+def _backends(ring: RingInfo) -> str:
     """Return the backends with which a ring computes."""
     return ", ".join(name for name in (ring.attention_backend, ring.ring_transport, ring.decode_variant) if name)
 
@@ -246,7 +246,7 @@ def _state(ring: RingInfo) -> str:
 
 
 def _drain_line(drain: RingDrain) -> str:
-    """Return how far a ring is with leaving, or how it left."""
+    """Return how far the drain of a ring has come, or how it ended."""
     stayed = drain.no_room + drain.failed
     return (
         f"{drain.ring} {'has left' if drain.has_left else 'drains'}: {drain.running_turns} turns, {drain.moved} "

@@ -1,4 +1,4 @@
-"""`ringserve up`, `serve` and `down`: a cluster on this machine, or on one of Ray, until Ctrl-C, SIGTERM or `down`."""
+"""`ringserve up`, `serve` and `down`: a cluster on this machine or on a Ray cluster, until Ctrl-C, SIGTERM, `down`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from ringserve.services.cluster.local import LocalCluster
 
 STOP_SECONDS = 60.0
-"""Seconds for a cluster to end in, beyond those for its turns."""
+"""Seconds that a cluster has to end, besides its drain seconds."""
 MAX_LOG_BYTES = 64 << 20
 LOG_SECONDS = 10.0
 """Seconds between two looks at the size of the log."""
@@ -70,9 +70,9 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 """Options of `vllm serve`, and the keys that they stand for."""
 ELSEWHERE: Mapping[str, str] = {
     "api_key": "command lines are public; 'ringserve token' makes a token, auth.tokens names the file",
-    "max_model_len": "a context ends where the model's or the KV does; kv_cache.tokens_per_rank is the KV of a rank",
-    "gpu_memory_utilization": "KV is given in tokens; kv_cache.tokens_per_rank",
-    "pipeline_parallel_size": "long prompts go to rings; prefill.cp and decode.cp",
+    "max_model_len": "the model's positions and the KV limit a context; kv_cache.tokens_per_rank sets the KV of a rank",
+    "gpu_memory_utilization": "the room for KV is given in tokens: set kv_cache.tokens_per_rank",
+    "pipeline_parallel_size": "ranks of a ring share a long prompt: set prefill.cp and decode.cp",
     "enforce_eager": "leave it out, or set model.compile=off",
     "enable_prefix_caching": "leave it out: prefixes are shared unless router.retain_prompts is false",
     "trust_remote_code": "leave it out: no code of a model is run",
@@ -135,7 +135,7 @@ class ServeOptions:
 class DownOptions:
     name: ClusterName = "default"
     timeout: float | None = option(
-        "when the cluster is killed (default: after 60 and its --drain-seconds)", "SECONDS", None
+        "kill the cluster if it has not ended by then (default: 60 plus its --drain-seconds)", "SECONDS", None
     )
     json: JsonFlag = False
 
@@ -199,7 +199,7 @@ def down(options: DownOptions) -> int:
     seconds = STOP_SECONDS + state.drain_seconds if options.timeout is None else options.timeout
     killed = end_cluster(state, seconds)
     remove_state(options.name)
-    clear_abandoned()  # if its processes had to be killed
+    clear_abandoned()  # something is left if the cluster's process was killed
     if options.json:
         print(json.dumps({"name": options.name, "pid": state.pid, "killed": killed}))
     else:
@@ -212,14 +212,14 @@ def _serve(options: UpOptions, config: Config) -> int:
     directory = RayDirectory()
     try:
         if can_fork(config):
-            directory.start_forks()  # it loads for seconds, now on a core that the import of Ray leaves idle
+            directory.start_forks()  # it loads for seconds, while this process imports Ray
         return _serve_in(directory, options, config)
     finally:
         directory.remove()
 
 
 def _serve_in(directory: RayDirectory, options: UpOptions, config: Config) -> int:
-    # Here, not above: other commands do without Ray, whose import takes longer than all else of them.
+    # Here, not above: commands that start no cluster need no Ray, whose import takes longer than all the rest.
     from ringserve.services.cluster.local import LocalCluster
 
     if config.logs.format == "json":
@@ -265,7 +265,7 @@ def _serve_in(directory: RayDirectory, options: UpOptions, config: Config) -> in
 def journal_directory(config: Config, name: str) -> str:
     """Return the directory of the router's journal; empty if there is to be none.
 
-    "auto" is one beside the state file of the cluster, for its name and its model, whose token ids it has: the next
+    "auto" is a directory for each name and model of a cluster, since a journal holds that model's token ids: the next
     cluster of that name with that model goes on with the conversations.
     """
     if config.router.journal != AUTO_JOURNAL:
@@ -403,7 +403,8 @@ def _detached_command(options: UpOptions) -> list[str]:
         words += ["--config", str(options.config.config.resolve())]
     for item in options.config.overrides:
         words += ["--set", item]
-    return [*words, "--no-gateway"] if options.no_gateway else words
+    words += ["--no-gateway"] if options.no_gateway else []
+    return [*words, "--leave-ranks"] if options.leave_ranks else words
 
 
 def _start_detached(command: list[str], log_path: Path) -> subprocess.Popen[bytes]:

@@ -1,4 +1,8 @@
-"""Machine capacity: its resources, a configuration checked against them, the time to load a spare."""
+"""Machine capacity: its resources, a configuration checked against them, and when to load a spare process.
+
+A cluster checks its configuration here before it starts. The keepers of the router and of the gateway ask when to load
+the spare that takes over if the process dies. Nothing here changes the machine.
+"""
 
 from __future__ import annotations
 
@@ -22,21 +26,21 @@ from ringserve.workers.model.info import tensor_share
 from ringserve.workers.protocol.ranks import ModelInfo
 
 MAX_PROCESSES_PER_CORE = 8
-"""Processes of ranks on one core at most: each takes seconds of it to start, and more miss the start timeout."""
+"""Processes of ranks per core, at most: each takes seconds of the core to start, and more miss the start timeout."""
 PROCESS_BYTES = 300e6
 """Memory of a rank's process without weights and KV: Python, torch, Ray."""
 LEAST_PARAMETERS = 50_000_000
-"""Parameters from which bfloat16 is worth naming: products of smaller matrices take little of the time."""
+"""Parameters of a model from which bfloat16 is advised: in smaller ones matrix products take little of the time."""
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 SPARE_WAIT = 15.0
-"""Seconds from the start of serving to the load of a spare: turns that were cut and begin again, and the first turns of
-a service, come first."""
+"""Seconds that a process serves before its spare is loaded: the cores belong to the first turns of a service, or to
+turns that were cut off and begin again."""
 FAILED_SPARE_WAIT = 60.0
 """Seconds from the end of a spare that has not served to the load of another."""
 BUSY_SPARE_WAIT = 60.0
-"""Seconds more that a spare waits for an idle core: a service that is never idle needs it most."""
+"""Longest further wait for an idle core; a service that is never idle needs a spare most."""
 IDLE_CORES = 0.8
-"""Cores that were idle for `IDLE_SECONDS` when a spare is loaded, which takes one for a second or two."""
+"""Cores idle for `IDLE_SECONDS` that the load of a spare waits for: it takes one core for a second or two."""
 IDLE_SECONDS = 1.0
 
 
@@ -73,8 +77,8 @@ def idle_seconds() -> float:
 class SpareSchedule:
     """When the spare of a process is loaded: once its predecessor has served for a while and a core is idle.
 
-    `has_spare` is False where there is none, `idle_seconds` as of the function above. Ask `is_due` twice a second or
-    more often: it looks at the cores between two questions.
+    `has_spare` is False if the configuration wants no spare; `idle_seconds` is a function like the one above. Ask
+    `is_due` twice a second or more often: it looks at the cores between two questions.
     """
 
     def __init__(self, *, has_spare: bool = True, idle_seconds: Callable[[], float] = idle_seconds) -> None:
@@ -84,11 +88,11 @@ class SpareSchedule:
         self._has_idle_core = False
 
     def wait(self, now: float, seconds: float = SPARE_WAIT) -> None:
-        """Have none loaded for these seconds, in units of `now`."""
+        """Have no spare loaded for `seconds` after `now`, which is the time of any clock in seconds."""
         self._earliest = now + seconds
 
     def is_due(self, now: float) -> bool:
-        """Return whether it is time to load one."""
+        """Return whether it is time to load a spare."""
         if not self._has_spare:
             return False
         if now - self._seen_at >= IDLE_SECONDS:
@@ -112,7 +116,7 @@ def _gpu_bytes() -> list[float]:
 
 
 def check_fits(config: Config, model: ModelInfo, machine: Machine, draft: ModelInfo | None = None) -> None:
-    """Check that all rings fit on one machine, each with a `draft` model. Raises ConfigError: the largest pool."""
+    """Check that all rings fit on one machine, each with a `draft` model. Raises ConfigError for the largest pool."""
     sizes = {pool.key: pool.rings * pool.cp * pool.tp for pool in config.pools}
     processes = sum(sizes.values())
     largest = max(sizes, key=lambda key: sizes[key])
@@ -179,7 +183,10 @@ def ranks_of_gpu(model: ModelConfig) -> int:
 
 
 def _of_one_gpu(config: Config, sharing: int) -> list[list[tuple[Pool, int]]]:
-    """Return groups of processes that may share a GPU: one process of a pool, or processes of all pools in turn."""
+    """Return groups of processes that can share one GPU, as counts per pool.
+
+    If a rank has a whole GPU, each group is one process; else the one group is filled pool by pool.
+    """
     if sharing == 1:
         return [[(pool, 1)] for pool in config.pools]
     counts, left = [], sharing
@@ -216,8 +223,8 @@ def _check_memory(
     fixed, kv_token = 0.0, 0
     for pool, count in counts:
         share = tensor_share(model, pool.tp, f"{pool.key}.tp")
-        # If the head is the embedding, a decode rank on a CPU has it twice, since it packs the head. Prefill ranks
-        # share the packed one, or pack none.
+        # If the head is the embedding, a decode rank on a CPU holds it twice: as the embedding, and packed as the head.
+        # Prefill ranks share the packed one, or pack none.
         copied = share.tied_parameters if pool.role == "decode" and config.model.device == "cpu" else 0
         fixed += count * (PROCESS_BYTES + (share.num_parameters + copied) * share.element_bytes)
         kv_token += count * share.kv_bytes_per_token
@@ -227,7 +234,7 @@ def _check_memory(
             weights = (draft.num_parameters + draft.tied_parameters) * draft.element_bytes
             fixed += min(count, pool.rings) * (weights + kv_bytes)
     cache, ranks = config.kv_cache, sum(count for _, count in counts)
-    # Where memory decides the number of tokens, a block at least has to fit.
+    # If `memory_fraction` decides the number of tokens, one block at least has to fit.
     name, tokens = "tokens_per_rank", cache.tokens_per_rank
     if cache.memory_fraction:
         name, tokens = "memory_fraction", cache.block_tokens

@@ -1,10 +1,10 @@
 """Process that has imported the modules of Ray's workers, and forks them: router, leaders and ranks of one machine.
 
-A worker is otherwise Python that starts twice and imports Ray each time, before it becomes an actor and imports the
-rest: two to four seconds of processor time. A fork has imported everything, and shares that memory.
+Without it, each worker starts Python twice and imports Ray both times, then becomes an actor and imports the rest: two
+to four seconds of processor time. A fork has imported everything, and shares that memory.
 
 Ray runs this file in the place of its own `setup_worker.py`, once for each worker. It hands the worker's arguments,
-environment and files to the server, and ends. Where that is not possible, it does what Ray's file does.
+environment and files to the server, and ends. If that is not possible, it does what Ray's file does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 if __name__ == "__main__" and not sys.flags.safe_path:
     sys.path.pop(0)  # the folder of this file, some of whose modules are called like Python's own
 
-# Nothing else here: each worker imports it.
+# Only light modules here: each worker imports them before it asks for its fork.
 import gc
 import json
 import os
@@ -33,12 +33,12 @@ from typing import Any
 SOCKET_VARIABLE = "RINGSERVE_FORK_SERVER"
 """Variable with the path of the server's socket."""
 OUTPUT_VARIABLE = "RINGSERVE_WORKER_OUTPUT"
-"""Variable with the path of the file to which the starter of Ray writes errors, if workers are to write there, too. In
-a worker it has the number of that file, which `write_as_starter` takes.
+"""Variable with the path of the standard error of the process that starts Ray; unset if workers are not to write there.
+In a worker it has the number of that open file instead, which `write_as_starter` takes.
 """
 ANSWER_SECONDS = 45.0
-"""Seconds for an answer of the server, which may still be importing, and for the rest of a request. Ray gives a worker
-60 s to start, and then starts another.
+"""Seconds that a worker waits for the server, which may still be importing, and the server for the rest of a request.
+Ray gives a worker 60 s to start, and then starts another.
 """
 MAX_WAITING = 64
 """Workers that wait for the server at a time; more start as Ray would start them."""
@@ -51,7 +51,7 @@ MODULES = (
 RAY_MODULES = ("ray._private.workers.default_worker", "ringserve.services.cluster.running")
 RAYLET, JOB = "RAY_RAYLET_PID", "RAY_JOB_ID"
 NO_JOB = "ffffffff"
-"""Job of a worker that Ray starts before it is wanted, and that may be given to any."""
+"""Job of a worker that Ray starts in advance, and may give to any job later."""
 PYTHON = "--language=PYTHON"
 CONTEXT = "--serialized-runtime-env-context"
 
@@ -60,7 +60,7 @@ class ForkServer:
     """Fork server handle, which ends with `close`, or with this process. Its forks do not end with it."""
 
     def __init__(self, directory: Path) -> None:
-        """Start it. `directory` gets its socket, and lets this user in alone. Raises OSError."""
+        """Start it. Its socket is made in `directory`, which only this user may enter. Raises OSError."""
         self.path = directory / "forks"
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(self.path))
@@ -82,7 +82,7 @@ class ForkServer:
 
 
 def serve(listener: socket.socket) -> None:
-    """Fork a worker for each request, until standard input ends. Comes back in a fork, when that has worked."""
+    """Fork a worker for each request, until standard input ends. In a fork it returns when the worker has ended."""
     gc.disable()  # collections would find nothing
     _load()
     raylet = ""
@@ -105,7 +105,7 @@ def serve(listener: socket.socket) -> None:
                     _load_ray()
                     gc.freeze()
                 if of_raylet == raylet and len(os.listdir("/proc/self/task")) == 1:
-                    # The answer comes first: a worker that has waited for too long gets none, and starts by itself.
+                    # The answer comes first: if the worker has given up and starts by itself, sending fails.
                     connection.sendall(b"\n")
                     if not os.fork():
                         break
@@ -130,7 +130,7 @@ def _load() -> None:
 
 
 def _load_ray() -> None:
-    """Import the rest. Ray keeps some variables as they are now, so the environment is one of a worker."""
+    """Import Ray. It reads some variables only at its import, so the environment must be a worker's by now."""
     try:
         for name in RAY_MODULES:
             import_module(name)
@@ -173,7 +173,7 @@ def _is_forked(arguments: Sequence[str]) -> bool:
     plain = [PYTHON, f"{CONTEXT}={{}}"]
     rest = [each for each in arguments if each not in plain]
     if not path or PYTHON not in arguments or any(each.startswith(CONTEXT) for each in rest):
-        return False  # a runtime environment may want anything
+        return False  # a runtime environment may want what a fork cannot give, such as another Python
     request = {"arguments": rest, "environment": dict(os.environ), "directory": os.getcwd()}
     with suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(ANSWER_SECONDS)
@@ -197,7 +197,7 @@ def main() -> None:
         assert ray.origin is not None, "it is a package"
         script = Path(ray.origin).parent / "_private" / "workers" / "setup_worker.py"
         if path := os.environ.pop(OUTPUT_VARIABLE, ""):
-            with suppress(OSError):  # a socket cannot be opened: this worker prints to Ray's files
+            with suppress(OSError):  # it may be a socket, which cannot be opened: then only Ray's files get the output
                 output = os.open(path, os.O_WRONLY | os.O_APPEND)
                 os.set_inheritable(output, True)
                 signal.signal(signal.SIGTTOU, signal.SIG_IGN)

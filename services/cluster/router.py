@@ -3,7 +3,7 @@
 starts ──serves──> runs ──dies, or is silent: killed──> starts      at most len(RESTART_WAITS) failed starts in a row
 
 If the journal's disk is full, starts repeat without limit until there is space. Beside a router that runs, a spare has
-its modules loaded, so that it only has to start the server.
+its modules loaded, so that it only has to start the server. `LocalCluster` runs the keeper.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ RESTART_WAITS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
 DISK_WAIT_SECONDS = 5.0
 """Seconds between two starts while the journal's disk is full."""
 PROBE_SECONDS = 0.5
-"""Seconds between two questions whether the router answers."""
+"""Seconds between two probes of the router."""
 MAX_TICK_SECONDS = 1.0
-"""Silence that one question counts at most: this process may have stood still itself."""
+"""Most silence that one probe adds, in seconds: in a longer gap between probes this process stood still itself."""
 
 
 class RouterProcess(Protocol):
@@ -53,13 +53,13 @@ class RouterProcess(Protocol):
         """Return the next thing to do for a ring, if there is one. Raises Unavailable if the process has died."""
 
     def answers(self) -> bool:
-        """Ask whether the process lives, unless it is being asked; return whether the last answer has come."""
+        """Return whether the previous probe was answered; if so, send the next one."""
 
     def kill(self) -> None: ...
 
 
 class RayRouter:
-    """`RouterProcess` as an actor of that name."""
+    """`RouterProcess` that runs as a Ray actor called `name`."""
 
     def __init__(self, host: RouterHost, name: str) -> None:
         self.actor = host_actor(name, ROUTER_NAME, host)
@@ -105,10 +105,10 @@ class RayRouter:
 
 
 class RouterKeeper:
-    """Keeper of the one router: `look` again and again, then `end_spare`.
+    """Keeper of a cluster's only router. The cluster calls `look` again and again, and `end_spare` at its end.
 
-    `make` starts a process under a name of its own, `clock` returns seconds. A router has `start_seconds` to serve;
-    `silent_seconds` without an answer make it one that stands still.
+    `make` starts a process under a name of its own, `clock` returns seconds. A router has `start_seconds` to serve. One
+    that has not answered for `silent_seconds` counts as standing still, and is replaced.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class RouterKeeper:
                 self._spare = self._new()
             return
         try:
-            self._spare.event()  # it has none, but tells of its end
+            self._spare.event()  # a spare has no events, but this raises Unavailable if it has died
         except Unavailable as error:
             log.warning("the spare of the router is lost: %s", error)
             self.end_spare()
@@ -213,7 +213,8 @@ class RouterKeeper:
         self._probed_at = now
         if self.process is not None and self.process.answers():
             self._silence, self._num_failed = 0.0, 0
-        elif self._silence > self._silent_seconds - PROBE_SECONDS:  # silent since the latest answer, or longer
+        # The latest answer may have come up to PROBE_SECONDS before the probe that saw it.
+        elif self._silence > self._silent_seconds - PROBE_SECONDS:
             raise Unavailable(f"the router has not answered for {self._silence:.0f} s")
 
     def _await_space(self, why: str, now: float) -> None:

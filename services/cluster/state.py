@@ -1,4 +1,7 @@
-"""State files of the clusters that run on this machine, one for each, and the end of such a cluster's processes."""
+"""State files of the clusters that run on this machine, one for each, and the end of such a cluster's processes.
+
+`ringserve up` writes a file, other commands read it. This module owns the files and the directories of Ray instances.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +34,15 @@ KILL_SECONDS = 10.0
 """Seconds for killed processes to disappear."""
 DIRECTORY_PREFIX = "ringserve-"
 SHORT_DIRECTORY = Path("/tmp")
-"""Folder for directories of Rays if $TMPDIR is too long: systems limit the paths of sockets."""
+"""Folder for the directories of Ray instances if $TMPDIR is too long: systems limit the paths of sockets."""
 MAX_SOCKET_PATH = 107 if sys.platform == "linux" else 103
 SOCKET_NAME = f"/{DIRECTORY_PREFIX}12345678/r/session_2026-11-29_19-34-37_224090_4194304/sockets/plasma_store"
-"""Path of the longest name that a Ray gives a socket, below the folder of its directory."""
+"""Longest path that Ray gives a socket, below the folder that holds the RayDirectory."""
 OWNER_FILE = "owner"
-"""File in a Ray's directory that its starter locks."""
+"""File in a RayDirectory that the starter of that Ray locks."""
 OR_TARGET = " or give --target HOST:PORT"
 GONE = (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError)
-"""Errors about a process that has ended. psutil passes on the last two if it ends between two reads."""
+"""Errors about a process that has ended. psutil lets the last two through if it ends between two reads."""
 
 
 class ClusterStage(StrEnum):
@@ -48,6 +51,8 @@ class ClusterStage(StrEnum):
     STARTING --the first request can be served--> READY --an error, or killed--> ENDED
         |                                           |
         +--told to end, or it cannot start----------+--told to end--> no state file
+        |
+        +--killed--> ENDED
 
     The file of a cluster that ended by itself stays for `status`, until `down` or the next `up` of that name.
     """
@@ -107,7 +112,7 @@ def find_process(pid: int, started: float) -> psutil.Process | None:
 def end_cluster(state: ClusterState, seconds: float) -> bool:
     """End the processes of a cluster; return True if its own process had to be killed after `seconds`.
 
-    A process that ends by itself meanwhile is an ended process. Raises Unavailable for processes that do not end.
+    A process may also end by itself meanwhile. Raises Unavailable for processes that do not end.
     """
     process = find_process(state.pid, state.started)
     if process is None:
@@ -117,7 +122,7 @@ def end_cluster(state: ClusterState, seconds: float) -> bool:
         _unless_gone(lambda: family.extend(process.children(recursive=True)))
         _unless_gone(process.terminate)
         _, alive = psutil.wait_procs([process], timeout=seconds)
-        if not alive:  # its orderly end takes all of them along, but for processes of a Ray that was just starting
+        if not alive:  # it has ended its children too, except those of a Ray that was just starting
             _, family = psutil.wait_procs(family, timeout=GRACE_SECONDS)
         for member in family:
             _unless_gone(member.kill)
@@ -132,7 +137,7 @@ def end_cluster(state: ClusterState, seconds: float) -> bool:
 def can_fork(config: Config) -> bool:
     """Return whether the workers of a cluster's Ray may be forked: not on a Ray that others started, nor with CUDA.
 
-    A process that has only loaded CUDA may be forked, but what libraries do at their import nobody promises.
+    A process that has loaded CUDA but not initialized it may be forked, but an import may initialize it.
     """
     return config.model.device == "cpu" and not config.ray.address
 
@@ -140,8 +145,9 @@ def can_fork(config: Config) -> bool:
 class RayDirectory:
     """Directory at `path` for a Ray that this process starts. If nothing removes it, `clear_abandoned` does.
 
-    Only this user may enter it: Ray opens the folder that it is given itself to everybody, its sockets too. The owner's
-    lock says that the starter lives, also to one that sees other processes, in a container with the same directory.
+    Only this user may enter it. Ray makes the folder that it is given, and the sockets in it, accessible to everybody,
+    so it gets a folder inside this one. The lock on OWNER_FILE shows that the starter lives, even to a container that
+    shares the directory but cannot see the starter's process.
     """
 
     def __init__(self) -> None:
@@ -176,17 +182,17 @@ class RayDirectory:
 
 
 def _parent_directory() -> Path:
-    """Return the folder for Rays' directories: the system's for temporary files, or /tmp if its path is too long."""
+    """Return the folder of RayDirectories: the system's for temporary files, or /tmp if its path is too long."""
     chosen = Path(tempfile.gettempdir())
     is_long = len(os.fsencode(chosen)) + len(SOCKET_NAME) > MAX_SOCKET_PATH
     return SHORT_DIRECTORY if is_long and os.access(SHORT_DIRECTORY, os.W_OK | os.X_OK) else chosen
 
 
 def clear_abandoned() -> None:
-    """End the remaining processes of Rays whose starter was killed, and remove their directories.
+    """End the remaining processes of Ray instances whose starter was killed, and remove their directories.
 
-    Processes of Ray end with it, within seconds. One that does not is known by the logs it writes; a process that only
-    reads there, such as `less`, goes on.
+    Ray's processes end within seconds after their starter. One that does not is known by the logs in the directory that
+    it has open for writing; a process that only reads there, such as `less`, goes on.
     """
     for owner in _parent_directory().glob(f"{DIRECTORY_PREFIX}*/{OWNER_FILE}"):
         try:
@@ -278,7 +284,7 @@ def write_state(state: ClusterState) -> None:
 
 
 def _overwrite(path: Path, state: ClusterState) -> None:
-    """Write a state into the block that its file has: a full disk has no other. Raises ConfigError."""
+    """Overwrite the file in place: a full disk has no room for another. Raises ConfigError."""
     try:
         with path.open("r+b") as file:
             file.write(json.dumps(asdict(state)).encode())

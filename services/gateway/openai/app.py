@@ -351,7 +351,7 @@ class HttpApi:
             if turn.offer and calls and not calls.is_whole:
                 turn.offer.hold(turn.request.sampling_params, calls, reader)
             elif turn.offer:
-                turn.offer.check_unheld()
+                turn.offer.check_unconstrained()
                 if calls is None:
                     self._note_unread_calls()
             form = AnswerForm(calls=calls, schemas=turn.offer.schemas if turn.offer else {})

@@ -1,6 +1,7 @@
 """Tools: the tools that a request offers, and tool calls in an answer's text (their forms, reader and grammar).
 
-The reader also finds a model's thoughts at the beginning of an answer.
+The reader also finds a model's thoughts at the beginning of an answer. The HTTP routes and `ringserve check` use
+this module. A reader has the state of one answer; nothing else here has state.
 
 The chat template tells a model's form, since it shows the model earlier calls in the same form:
 
@@ -22,8 +23,8 @@ The chat template tells a model's form, since it shows the model earlier calls i
     nemotron   <TOOLCALL>[{"name": "f", "arguments": {...}}, ...]</TOOLCALL>: Nemotron
     cohere     <|START_ACTION|>[{"tool_name": "f", "parameters": {...}}, ...]<|END_ACTION|>: Command R7B and later
 
-From qwen on, a call is read when it is whole. qwen, glm, minimax and seed write values as bare text, which becomes JSON
-by the schema of the function.
+From qwen on in this list, a call is passed on only once its text is whole; the forms above are streamed. qwen, glm,
+minimax and seed write values as bare text, which becomes JSON by the schema of the function.
 """
 
 from __future__ import annotations
@@ -110,7 +111,10 @@ def _literal(node: ast.expr) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Elements:
-    """Calls between signs: `function` has name and body. `read_body` gets a body and its function's schema."""
+    """Calls as elements: `function` matches a call, with groups `name` and `body`.
+
+    `read_body` gets a body and its function's schema.
+    """
 
     function: re.Pattern[str]
     read_body: Callable[[str, Mapping[str, Any]], Arguments]
@@ -123,8 +127,9 @@ class Elements:
 
 
 def _parameters(pattern: str) -> Callable[[str, Mapping[str, Any]], Arguments]:
-    """Return a reader of bodies of parameters with name and value. A value is text unless its schema has another type.
+    """Return a function that reads a call's body. `pattern` matches a parameter, with groups `name` and `value`.
 
+    A value is text unless its schema has another type.
     Example: `_parameters("<(?P<name>.*?)=(?P<value>.*?)>")("<a=1>", {})` is `{"a": "1"}`.
     """
     parameter = re.compile(pattern, re.DOTALL)
@@ -186,7 +191,7 @@ class CallForm:
 
     @property
     def is_whole(self) -> bool:
-        """True if calls are read when they are whole; then no grammar holds an answer to the form."""
+        """True if calls are read when they are whole; then no grammar can constrain an answer to the form."""
         return self.head is NEVER
 
     def new_id(self) -> str:
@@ -369,8 +374,8 @@ class ReadCall:
 class AnswerForm:
     """Answer form: thoughts between THINK and END_OF_THOUGHTS at its beginning, and tool calls.
 
-    `schemas` describe the functions' arguments. Of a model with `has_thoughts`, the prompt may end with THINK
-    itself; then the answer `begins_in_thoughts`.
+    `schemas` describe the functions' arguments. If `has_thoughts`, the answer may have thoughts; if the prompt itself
+    ends with THINK, the answer `begins_in_thoughts`.
     """
 
     calls: CallForm | None = None
@@ -547,7 +552,7 @@ class CallReader:
             self._state = self._read_arguments
             return [self._begin_call(_unquoted(head["name"]))]
         closing, closed = self._form.closing, self._held.find(self._form.closing) if self._form.closing else -1
-        if closed >= 0:  # the fields are in another order
+        if closed >= 0:  # `head` does not match: a form that is read whole, or fields in another order
             body, self._held = self._held[:closed], self._held[closed + len(closing) :]
             self._state = self._read_text
             return self._whole_call(body) or self._as_text(self._opened + body + closing)
@@ -693,7 +698,8 @@ def calls_grammar(
     is_special = bool(form.opening) and special(form.opening) is not None
     most = 1 if one_call else form.max_calls
     opening, separator = sign(form.opening), sign(form.separator)
-    # Text may precede an optional call. The first text that looks like an opening is one.
+    # Text may precede an optional call: the terminal `opened` takes that text and the opening. The first text that
+    # looks like an opening is one.
     first = opening if must_call or is_special or not form.opening or text_schema is not None else "opened"
     call = f"{sign(form.before)} function {sign(form.after)} {sign(form.closing)}"
     again = "" if form.is_list else opening
@@ -729,7 +735,7 @@ NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fal
 class Offer:
     """Tools that a request offers: `described` for the chat template, `functions` that the answer may call.
 
-    If they are fewer, the offer `is_narrowed`, and the answer is held to them.
+    The offer `is_narrowed` if the request lists the allowed tools; then calls are constrained to `functions`.
     """
 
     described: Sequence[Mapping[str, Any]]
@@ -743,8 +749,8 @@ class Offer:
         """Schemas of the functions' arguments by name."""
         return {each.name: each.schema for each in self.functions}
 
-    def check_unheld(self) -> None:
-        """Check that the request holds the answer to no form, for a model to whose form no grammar is known.
+    def check_unconstrained(self) -> None:
+        """Check that the request does not constrain the calls, for a model whose form of calls has no grammar.
 
         Raises InvalidRequest.
         """
@@ -788,7 +794,7 @@ def add_guidance(schema: Mapping[str, Any]) -> dict[str, Any]:
 def close_objects(schema: Any) -> Any:
     """Return a schema whose objects allow only their listed properties, unless it says otherwise.
 
-    Small models invent properties without end if a schema lets them. `close_schema` leaves out combined schemas.
+    Small models invent properties without end if a schema lets them. `close_schema` does not close `allOf`.
     Example: `{"properties": {"a": {}}}` gets `"additionalProperties": False`.
     """
     if not isinstance(schema, dict):
@@ -817,8 +823,8 @@ def read_offer(
 ) -> Offer | None:
     """Return the tools that an answer may call; None if there are none. Raises InvalidRequest.
 
-    `described` holds the tools as the client wrote them: the model sees the client's order of fields. If some are
-    `allowed`, calls of others are no calls.
+    `described` holds the tools as the client wrote them: the model sees the client's order of fields. With
+    `allowed`, the answer may call only functions of these names.
     """
     functions = [
         Function(
@@ -852,9 +858,9 @@ def read_offer(
 
 
 def close_schema(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return `close_objects` of a schema; a schema that combines several stays as it is. Raises InvalidRequest."""
+    """Return `close_objects` of a schema; a schema with `allOf` stays as it is. Raises InvalidRequest."""
     try:
         found: Mapping[str, Any] = schema if '"allOf"' in json.dumps(schema) else close_objects(schema)
     except RecursionError:
-        raise InvalidRequest("schema: a schema of so many levels is not allowed; give one of less than 100") from None
+        raise InvalidRequest("schema: it is nested too deeply; allowed are fewer than 100 levels") from None
     return found

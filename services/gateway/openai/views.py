@@ -29,9 +29,9 @@ from ringserve.v1 import inference_pb2
 from ringserve.views import ConversationInfo, RingInfo, ServerInfo
 from ringserve.workers.protocol.ranks import ModelInfo
 
-SEEN_SECONDS = 5.0
+VIEW_TIMEOUT_SECONDS = 5.0
 """Seconds the router has to return the service's state."""
-SEEN_AGE = 1.0
+MAX_VIEW_AGE_SECONDS = 1.0
 """Seconds for which all callers get the same state: any number of probes and pages cost one router call a second."""
 
 
@@ -50,7 +50,7 @@ class ViewedService(Protocol):
     async def fork_conversation(
         self, tenant: Tenant, source_id: str, new_id: str, at_token: int | None
     ) -> ConversationInfo:
-        """Begin a conversation with another's tokens, within the tenant's limits. Raises RingserveError."""
+        """Begin a conversation with the tokens of another of the tenant, within its limits. Raises RingserveError."""
 
 
 class ServiceViews:
@@ -83,14 +83,14 @@ class ServiceViews:
         ]
 
     async def fork(self, request: Request, body: Any) -> Response:
-        """Answer POST /v1/conversations: begin a conversation with another's tokens."""
+        """Answer POST /v1/conversations: begin a conversation with the tokens of another of the tenant."""
         asked = ForkRequest.read(body)
         source, new = check_name("forked_from", asked.forked_from), check_name("id", asked.id)
         view = await self._service.fork_conversation(self._caller(request), source, new, asked.at_token)
         return JSONResponse(conversation_json(view))
 
     async def _health(self, request: Request) -> Response:
-        """Answer 200 if a turn can be served: the router answers, and a ring of each role serves."""
+        """Answer 200 if a turn can be served: the router answers, and each role has a ring that serves or restarts."""
         if fault := service_fault(await self._view()):
             raise Unavailable(fault)
         return JSONResponse({"status": "ok"})
@@ -111,7 +111,7 @@ class ServiceViews:
         known = message_dict(to_message(inference_pb2.GetServerInfoResponse, view))
         for status, ring in zip(view.rings, known["rings"], strict=True):
             ring["queue_seconds"] = queue_seconds(status, self._model)
-        del known["version"]  # as the router's view has it: empty
+        del known["version"]  # the router leaves it empty; the gateway's stays
         return JSONResponse(answer | known | self._service.load_view())
 
     async def _list(self, request: Request) -> Response:
@@ -128,15 +128,15 @@ class ServiceViews:
         return JSONResponse({"object": "list", "data": data, "has_more": bool(more), "next_after": more})
 
     async def _view(self) -> ServerInfo:
-        """Return the service's state, at most SEEN_AGE seconds old. Raises Unavailable."""
+        """Return the service's state, at most MAX_VIEW_AGE_SECONDS old. Raises Unavailable."""
         try:
-            async with asyncio.timeout(SEEN_SECONDS), self._looking:
-                if self._seen is None or time.monotonic() - self._seen_at >= SEEN_AGE:
+            async with asyncio.timeout(VIEW_TIMEOUT_SECONDS), self._looking:
+                if self._seen is None or time.monotonic() - self._seen_at >= MAX_VIEW_AGE_SECONDS:
                     self._seen = await self._service.server_view()
                     self._seen_at = time.monotonic()
                 return self._seen
         except TimeoutError:
-            raise Unavailable(f"the router did not answer within {SEEN_SECONDS:.0f} s") from None
+            raise Unavailable(f"the router did not answer within {VIEW_TIMEOUT_SECONDS:.0f} s") from None
 
 
 def queue_seconds(ring: RingInfo, model: ModelInfo) -> float | None:

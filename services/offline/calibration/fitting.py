@@ -1,4 +1,7 @@
-"""Fit of a hardware profile: the rings' own rates first, then the constants that real prefills imply."""
+"""Fit of a hardware profile: the rings' own rates first, then the constants that real prefills imply.
+
+`ringserve calibrate` and the benchmarks of selection call these functions, which have no state.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,8 @@ def shape_of(model: ModelInfo) -> ModelShape:
 def profile_from_rings(model: ModelInfo, rings: Sequence[RingInfo], name: str) -> HardwareProfile:
     """Return the profile that follows from the rates that prefill rings measured at their start.
 
-    Of decode only the weights are known. Raises Unavailable if no ring states its rates.
+    Decode constants are guesses from the prefill rates, until a fit of decode steps replaces some of them. Raises
+    Unavailable if no ring states its rates.
     """
     rings = [ring for ring in rings if ring.role == "prefill" and ring.rates is not None]
     rates = [ring.rates for ring in rings if ring.rates is not None]
@@ -84,7 +88,10 @@ def profile_from_rings(model: ModelInfo, rings: Sequence[RingInfo], name: str) -
 def profile_from_rates(
     rates: RingRates, *, name: str, element_bytes: int, processes_per_host: int, memory_bytes: float
 ) -> HardwareProfile:
-    """Convert the rates that a rank measured of itself and its link to a profile; elements are the model's."""
+    """Convert the rates that a rank measured of itself and its link to a profile.
+
+    `element_bytes` is the size of a number of the model's dtype.
+    """
     gemm, link = rates.gemm_flops, rates.link_bytes_per_second
     latency = max(LEAST_SECONDS, rates.link_latency_seconds)
     return HardwareProfile(
@@ -108,7 +115,8 @@ def profile_from_rates(
             cached_overhead_seconds=LEAST_SECONDS,
         ),
         decode=DecodeConstants(
-            # Two operations an element, at the rate of products of many rows: a lower bound of the weights' time.
+            # Two operations per element of a weight, at the rate of products of many rows. Products of one row are
+            # slower, so weights are read in this time or more.
             weight_bytes_per_second=gemm / 2 * element_bytes,
             kv_bytes_per_second=gemm / 2 * element_bytes,
             attention_seconds=latency,
@@ -124,7 +132,8 @@ def profile_from_rates(
 
 
 TRUST = 0.05
-"""Relative error of a sample that weighs as much as moving a constant by a factor of e from the ring's own rate."""
+"""Relative error of a sample that costs the fit as much as a constant a factor of e off the ring's own rate."""
+# Constants that are fitted: always, for several ranks, for cached tokens or steps, for several processes of a rank.
 OF_EVERY_RING = ("layer_overhead_seconds", "gemm_flops", "attention_flops")
 OF_RANKS = (
     "link_latency_seconds",
@@ -166,8 +175,9 @@ class Row:
 class Calibration:
     """Fitted profile with its errors.
 
-    `losses` are the shares of time by which each selection exceeds the fastest algorithm of every cell; they are empty
-    if no ring has several ranks. `steps` are decode samples with their predicted seconds.
+    `losses` are the shares of time by which all cells together take longer by each way to select than by the fastest
+    algorithm of each cell; they are empty if no ring has several ranks. `steps` are decode samples with their predicted
+    seconds.
     """
 
     profile: HardwareProfile
@@ -190,7 +200,7 @@ def calibrate(
             f"{count} prefills cannot fit a profile; allowed are {len(OF_EVERY_RING)} or more: "
             f"give more of --tokens and --cached"
         )
-    # The ranks cut by their own rates, not by the fitted ones.
+    # In a chain, the ranks cut the new tokens by the rates that they measured, not by the fitted ones.
     measurements = [replace(each, sample=with_chain_cuts(model, before, each.sample)) for each in measurements]
     fitted = _fitted(model, before, measurements)
     held_out = _held_out(model, before, measurements)
@@ -220,7 +230,7 @@ def calibrate(
 
 
 def _without_chain(measurements: Sequence[Measurement]) -> list[Measurement]:
-    """Return the measurements that determine the rates of a ring."""
+    """Return the measurements by all other algorithms, which must suffice to fit the rates of a ring."""
     return [each for each in measurements if each.sample.algorithm != CHAIN]
 
 
@@ -247,7 +257,7 @@ def _fitted(model: ModelShape, before: HardwareProfile, measurements: Sequence[M
 
 
 def _ratios(measurements: Sequence[Measurement], name: str) -> list[PrefillRatio]:
-    """Return the ratios of an algorithm to pass-KV in cells that both measured with the same cuts."""
+    """Return the ratios of an algorithm's seconds to those of pass-KV, in cells measured with the same cuts."""
     places = {
         (each.ring, each.sample.cuts, each.cell, each.sample.algorithm): at for at, each in enumerate(measurements)
     }

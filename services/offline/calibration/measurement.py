@@ -42,7 +42,7 @@ def max_sequence_tokens(model: ModelInfo, server: ServerInfo) -> int:
 
 
 def grid(new_tokens: Sequence[int] | None, cached_tokens: Sequence[int] | None, limit: int) -> list[Cell]:
-    """Return the cells of every T after every P whose sequence has at most `limit` tokens.
+    """Return a cell of every T after every P that has at most `limit` tokens with the answer.
 
     None stands for the default T or P. Raises ConfigError if an explicit cell does not fit, or if no cell fits.
     """
@@ -109,8 +109,8 @@ class Calibrator:
     def prefills(self, cells: Sequence[Cell], tell: Callable[[str], None] = lambda name: None) -> list[Measurement]:
         """Measure every cell in rounds, so that a slow machine slows all algorithms; `tell` is called for each run.
 
-        A ring of one rank is measured by pass-KV alone, and no chain if `auto` would take none. Raises Busy if
-        other turns always shared a cell's steps.
+        A ring of one rank is measured by pass-KV alone. The chain is left out of cells that are too long for `auto` to
+        choose it. Raises Busy if no run of a cell was undisturbed.
         """
         runs: dict[tuple[Cell, Algorithm], list[_Run]] = {(cell, name): [] for cell in cells for name in _ways(cell)}
         for cached in sorted({cell.cached_tokens for cell in cells}):
@@ -165,7 +165,8 @@ class Calibrator:
                 return run
         raise Busy(
             f"{MAX_TRIES} prefills of {cell.new_tokens} tokens after {cell.cached_tokens} cached ones shared their "
-            f"steps with other turns or lost their cache; calibrate while nothing else is served"
+            f"steps with other turns, lost their cache, or had no room for {algorithm}; calibrate while nothing else "
+            f"is served, or give smaller --tokens and --cached"
         )
 
     def _run(self, conversation: str, prefix: list[int], cell: Cell, algorithm: Algorithm) -> _Run | None:

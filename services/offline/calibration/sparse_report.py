@@ -1,4 +1,4 @@
-"""Reports of measured losses of sparse prefills: a table, one JSON object, a plot."""
+"""Reports of measured losses of sparse prefills: a table, a JSON object, a plot. `ringserve calibrate` writes them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ringserve.services.offline.terminal import simple_table
 
 def losses_table(losses: SparseLosses) -> Table:
     """Return a table with a line for each length and share of keys."""
-    headers = ("tokens", "ranks", "keep", "loss, nats", "answered", "exactly", "questions")
-    title = f"losses of {losses.model}: KL of answer tokens from exact attention"
+    headers = ("tokens", "ranks", "keep", "loss, nats", "right", "right if exact", "questions")
+    title = f"losses of {losses.model}: KL divergence of answer tokens from exact attention"
     table = simple_table(*headers, title=title)
     for each in losses.measured:
         table.add_row(
@@ -35,12 +35,15 @@ def losses_table(losses: SparseLosses) -> Table:
 
 
 def losses_json(losses: SparseLosses, results: Sequence[Result]) -> str:
-    """Format one JSON object: the means, and every question."""
+    """Format one JSON object: the mean losses, and the result of every question."""
     return json.dumps({**asdict(losses), "questions": [asdict(each) for each in results]})
 
 
 def write_losses_plot(losses: SparseLosses, results: Sequence[Result], path: Path) -> None:
-    """Draw loss and answered questions over the share of keys, and loss over depth. Raises ConfigError for the path."""
+    """Draw loss and answered questions over the share of keys, and loss over depth.
+
+    Raises ConfigError if the file cannot be written.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13.0, 4.4), layout="constrained")

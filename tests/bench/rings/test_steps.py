@@ -94,8 +94,8 @@ def test_the_command_measures_a_model_on_a_cpu(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("option", "value", "sentence"),
     [
-        ("--decode", "3by4", "--decode: '3by4' is no number of 1 or more"),
-        ("--prefill", "0", "--prefill: '0' is no number of 1 or more"),
+        ("--decode", "3by4", "--decode: '3by4' is not a whole number of 1 or more"),
+        ("--prefill", "0", "--prefill: '0' is not a whole number of 1 or more"),
         ("--forms", "ahead", "--forms: there is no form 'ahead' here; allowed are transformers, stock, joined, fp8"),
         ("--steps", "0", "--steps: 0 is too few; allowed are 1 or more"),
         ("--device", "cuda", "--device: 'cuda', but torch finds no GPU here; allowed is cpu"),

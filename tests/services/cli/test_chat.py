@@ -182,7 +182,7 @@ async def test_commands_change_the_conversation_as_help_says(
         ("/retry", "ringserve: /retry: nothing was asked yet"),
         ("/fork", "ringserve: /fork: nothing was asked yet"),
         ("/plan", "ringserve: /plan: no answer was finished yet"),
-        ("caf\udce9", "ringserve: input: byte 4 is no UTF-8 text; convert it to UTF-8"),
+        ("caf\udce9", "ringserve: input: character 4 is no UTF-8 text; convert it to UTF-8"),
     ],
 )
 async def test_what_cannot_be_done_is_told_and_the_chat_goes_on(

@@ -77,7 +77,7 @@ HINT = "; 'ringserve generate --help' lists what is allowed"
         ((*PROMPT, "--max-tokens", "-5"), 1, "--max-tokens: -5 is out of range; allowed are 1 to 4294967295"),
         ((*PROMPT, "--timeout", "-1"), 1, "--timeout: -1 is not allowed; give seconds above 0"),
         # Texts.
-        (("generate", "--prompt", "caf\udce9"), 1, "argument 3: byte 4 is no UTF-8 text; convert it to UTF-8"),
+        (("generate", "--prompt", "caf\udce9"), 1, "argument 3: character 4 is no UTF-8 text; convert it to UTF-8"),
     ],
 )
 def test_a_command_line_that_cannot_be_meant_is_refused_in_one_sentence(
@@ -178,7 +178,8 @@ def test_a_prompt_on_standard_input_that_is_no_text_is_refused(
     stdin = io.TextIOWrapper(io.BytesIO("café".encode("latin-1")), encoding=encoding, errors=errors)
     monkeypatch.setattr("sys.stdin", stdin)
     assert main(["generate", "--prompt", "-", "--target", "127.0.0.1:9"]) == 1
-    assert capsys.readouterr().err == "ringserve: standard input: byte 4 is no UTF-8 text; convert it to UTF-8\n"
+    place = "byte 4" if encoding == "utf-8" else "character 4"
+    assert capsys.readouterr().err == f"ringserve: standard input: {place} is no UTF-8 text; convert it to UTF-8\n"
 
 
 def test_a_pipe_that_is_closed_ends_a_command_without_a_word() -> None:

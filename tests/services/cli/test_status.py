@@ -147,7 +147,7 @@ def test_a_role_of_which_no_ring_takes_turns_is_told_and_the_exit_status_is_3(
 ) -> None:
     status_code, text = printed(info_of(*rings), monkeypatch, capsys)
     assert status_code == 3
-    assert f"no {missing} ring takes turns: the cluster does not serve" in text
+    assert f"no {missing} ring accepts turns: the cluster does not serve" in text
     assert (f"({missing})" in text) == (missing not in {each.role for each in rings})
 
 

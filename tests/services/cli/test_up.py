@@ -323,6 +323,7 @@ def test_a_detached_start_that_fails_tells_the_reason_of_the_log(
 
 def test_the_process_of_a_detached_cluster_gets_every_option() -> None:
     words = ["--name", "x", "--set", "prefill.cp=1", "--no-gateway", "--drain-seconds", "3", "--config", "/tmp/x.yaml"]
+    words.append("--leave-ranks")
     options = parse(["up", "--detach", "--detached-log", "/tmp/x.log", *words]).options
     again = parse(up._detached_command(options)[4:]).options
     assert again == replace(options, detach=False)

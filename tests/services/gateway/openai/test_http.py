@@ -435,7 +435,7 @@ async def test_an_error_of_our_own_shows_nothing_of_its_inside(
 async def test_probes_without_a_token_do_not_ask_the_rings_each_time(
     http: httpx2.AsyncClient, gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ringserve.services.gateway.openai.views.SEEN_AGE", 3600.0)
+    monkeypatch.setattr("ringserve.services.gateway.openai.views.MAX_VIEW_AGE_SECONDS", 3600.0)
     asked, view = 0, gateway.service.router.get_server_info
 
     async def counted() -> ServerInfo:
@@ -452,7 +452,7 @@ async def test_probes_without_a_token_do_not_ask_the_rings_each_time(
 async def test_health_says_whether_a_turn_could_be_served(
     http: httpx2.AsyncClient, gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ringserve.services.gateway.openai.views.SEEN_AGE", 0.0)
+    monkeypatch.setattr("ringserve.services.gateway.openai.views.MAX_VIEW_AGE_SECONDS", 0.0)
     assert (await http.get("/health")).json() == {"status": "ok"}
 
     async def lost() -> None:

@@ -146,7 +146,7 @@ def test_a_chain_that_had_no_room_for_its_cuts_is_measured_again() -> None:
 
 def test_a_service_that_is_always_busy_is_not_measured() -> None:
     client = FakeClient(shared=10**6)
-    with pytest.raises(Busy, match="shared their steps with other turns or lost their cache; calibrate while nothing"):
+    with pytest.raises(Busy, match="shared their steps with other turns, lost their cache, or had no room for"):
         calibrated(client)
     assert client.conversations == {}
 
