@@ -218,14 +218,14 @@ class KernelBench:
             if is_wide:
                 forms["native_bfloat16"] = [native.pack_weight(each.bfloat16()) for each in weights], forms["native"][1]
             forms["native_alone"] = forms["native"][0], native.rows_alone()(forms["native"][1])
-        num_bytes = dtype.itemsize * num_in * num_out * len(weights)
+        numbers = num_in * num_out * len(weights)
         for count in sizes.linear:
             rows = torch.randn(count, num_in).to(dtype)
             for name, (packed, compute) in forms.items():
                 seconds = self._seconds(partial(_each, compute, rows, packed))
-                rate = 2.0 * count * num_in * num_out * len(weights) / seconds / 1e12, "TFLOP/s"
+                rate = 2.0 * count * numbers / seconds / 1e12, "TFLOP/s"
                 if count <= FEW_ROWS:
-                    rate = _bytes_rate(num_bytes, seconds)
+                    rate = _bytes_rate(numbers * (2 if name == "native_bfloat16" else dtype.itemsize), seconds)
                 yield kernel_row("linear", f"{count} rows of {num_in} -> {num_out}", name, seconds, *rate)
 
     def merge(self, sizes: Sizes) -> Iterator[Row]:

@@ -152,8 +152,11 @@ class RingProcesses:
 
     def ask(self, task: object) -> list[Any]:
         """Give every rank the task and return their answers, by rank."""
-        for pipe in self._pipes:
-            pipe.send(task)
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                pipe.send(task)
+            except BrokenPipeError as error:
+                raise Unavailable(f"rank {rank} of {len(self._pipes)} ended unexpectedly") from error
         return [self._answer(rank) for rank in range(len(self._pipes))]
 
     def _answer(self, rank: int) -> Any:

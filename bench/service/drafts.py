@@ -130,8 +130,12 @@ class Service:
             }
         )
         self._cluster = LocalCluster(config, lambda _: None)
-        self._cluster.start()
-        self._client = Client(self._cluster.gateway_address)
+        try:
+            self._cluster.start()
+            self._client = Client(self._cluster.gateway_address)
+        except BaseException:
+            self._cluster.stop()
+            raise
 
     def ask(self, texts: Sequence[str], max_drafts: int | None) -> list[Answer]:
         """Ask all at the same time."""

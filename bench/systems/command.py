@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bench.options import Subcommands
 from bench.report import interrupted_by_sigterm, progress_lines, told_load
@@ -23,6 +24,9 @@ from bench.systems.claims import (
 from ringserve.cp_core.errors import ConfigError
 from ringserve.services.offline.reports import load_now, require_matplotlib
 from ringserve.services.offline.terminal import console, print_table
+
+if TYPE_CHECKING:
+    from bench.selection.measure import SelectionSettings
 
 EXAMPLE = """example:
   python -m bench systems
@@ -70,6 +74,8 @@ def run(options: argparse.Namespace) -> int:
     sources = _sources(options.source)
     if options.rounds < 1:
         raise ConfigError(f"--rounds: {options.rounds} is out of range; allowed are 1 or more")
+    if "s" in sources:  # refused before the others are computed
+        _link_settings(options)
     if options.plot is not None:
         require_matplotlib()
     before, claims = load_now(), []
@@ -116,13 +122,19 @@ def _measure(source: Source, options: argparse.Namespace) -> list[Claim]:
     return _measure_links(options)
 
 
+def _link_settings(options: argparse.Namespace) -> SelectionSettings:
+    from bench.systems.links import link_settings
+
+    return link_settings(options.ranks, options.rates.split(","), options.rounds)
+
+
 def _measure_links(options: argparse.Namespace) -> list[Claim]:
     """Measure rings on links. After an interruption return the claims on the rates that were finished."""
     from bench.selection.measure import measured_in_namespaces
     from bench.selection.results import SelectionReport, ring_lines
-    from bench.systems.links import link_claims, link_settings
+    from bench.systems.links import link_claims
 
-    settings = link_settings(options.ranks, options.rates.split(","), options.rounds)
+    settings = _link_settings(options)
     done: list[SelectionReport] = []
     try:
         with interrupted_by_sigterm(), progress_lines(settings.num_measurements) as tell:

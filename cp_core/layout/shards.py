@@ -329,11 +329,11 @@ def segment_layout(start: int, counts: Sequence[int], num_segments: int) -> Pref
 
 
 def stored_on_chain(start: int, cuts: Sequence[int], counts: Sequence[int], order: Sequence[int]) -> ShardMap:
-    """Return the new tokens that each rank of a chain stores: up to `counts[r]` on rank r.
+    """Return the new tokens that each rank of a chain stores.
 
     The rank at chain position i receives all tokens below cuts[i + 1], so it stores [s_i, s_(i+1)), where s_(i+1) is
-    the lesser of cuts[i + 1] and the sum of the counts up to position i. If no cut is below this sum, each rank stores
-    its whole count.
+    the lesser of cuts[i + 1] and the sum of the counts up to position i. If no cut is below this sum, rank r stores
+    `counts[r]` tokens. Else later ranks store more than their counts, and need the room.
     """
     ranges: dict[int, TokenRange] = {}
     first = level = 0

@@ -74,12 +74,14 @@ def test_a_miss_that_nothing_explains_is_the_exit_status(
         (("--source", "m,x"), "--source: 'x' is no source; allowed are m, v, s"),
         (("--rounds", "0"), "--rounds: 0 is out of range"),
         (("--source", "s", "--rounds", "2"), "--rounds: 2 is out of range; allowed are 3 or more with source s"),
+        (("--source", "m,s", "--rounds", "2"), "--rounds: 2 is out of range; allowed are 3 or more with source s"),
         (("--source", "s", "--rates", "fast"), "--rates: 'fast' is no rate"),
     ],
 )
-def test_what_it_cannot_measure_is_refused(
-    arguments: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
+def test_what_it_cannot_measure_is_refused_before_anything_is(
+    arguments: tuple[str, ...], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(bench_systems, "_measure", lambda *_: pytest.fail("measured first"))
     assert main(["systems", *arguments]) != 0
     assert sentence in capsys.readouterr().err
 
