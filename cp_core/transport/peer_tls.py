@@ -1,7 +1,8 @@
 """Mutual TLS between the processes of one cluster: certificates, peer checks and encrypted sockets.
 
-A `PeerSocket` works like a plain non-blocking socket: a call that would block raises BlockingIOError, whether OpenSSL
-waits to read or to write. It never sends plaintext, not even after `close`.
+Ring connections and KV transfers use it, and the services for their settings. A caller of `accept` and `call` owns the
+returned socket. A `PeerSocket` works like a plain non-blocking socket: a call that would block raises BlockingIOError,
+whether OpenSSL waits to read or to write. It never sends plaintext, not even after `close`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, Final
 
 from ringserve.cp_core.errors import ConfigError
 
-# Limit per call: a sender that would block must retry with the same bytes.
+# Limit of one call. A `send` that would block must be retried with the same bytes.
 SLICE_BYTES: Final = 256 << 10
 
 
@@ -35,7 +36,7 @@ class PeerSocket(ssl.SSLSocket):
     def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
         """Receive about one slice of the available bytes; 0 at the end of the stream. Raises BlockingIOError.
 
-        Records are read whole if the buffer has room, because a poll does not see bytes inside OpenSSL.
+        A TLS record is read whole if the buffer has room, because a poll does not see the bytes that OpenSSL holds.
         """
         self._check_open()
         view = memoryview(buffer)[:nbytes]
@@ -53,7 +54,10 @@ class PeerSocket(ssl.SSLSocket):
         return filled
 
     def shutdown(self, how: int) -> None:
-        """Shut down the underlying connection, from any thread. TLS stays, so later calls never send plaintext."""
+        """Shut down the underlying connection, from any thread.
+
+        The TLS state stays, so later calls never send plaintext.
+        """
         socket.socket.shutdown(self, how)
 
     def _check_open(self) -> None:
@@ -137,14 +141,14 @@ def load_files(section: str, context: ssl.SSLContext, cert: str, key: str, autho
     try:
         context.load_cert_chain(cert, key)
     except (ssl.SSLError, OSError):
-        raise ConfigError(f"{section}.cert: {cert} and {key} are no certificate and its key, in PEM") from None
+        raise ConfigError(f"{section}.cert: {cert} and {key} are not a certificate and its key in PEM") from None
     name, path = authority
     if path:
         read(f"{section}.{name}", path)
         try:
             context.load_verify_locations(path)
         except (ssl.SSLError, OSError):
-            raise ConfigError(f"{section}.{name}: {path} holds no certificate, in PEM") from None
+            raise ConfigError(f"{section}.{name}: {path} holds no certificate in PEM") from None
 
 
 def read(name: str, path: str) -> bytes:

@@ -1,4 +1,7 @@
-"""Choice of a ring's transport by device or name. No torch, so that configuration can be checked without it."""
+"""Choice of a ring's transport by device or name, for joining ranks and for checks of the configuration.
+
+It imports no torch, so that the configuration can be checked without it.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Final
 
 from ringserve.cp_core.errors import ConfigError
 
-# "auto" takes the device's first transport; docs/decisions/0004 says why.
+# Transports that each device can serve with. "auto" takes the first; docs/decisions/0004 says why.
 SERVING: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("sockets",), "cuda": ("nccl", "sockets")}
 RING_TRANSPORTS: Final = ("auto", "nccl", "sockets")
 

@@ -1,8 +1,9 @@
 """Connections between the ranks of a ring: each rank listens and knows all other ranks' endpoints.
 
 Each rank calls all lower ranks. With the ring's secret, caller and callee prove to each other that they belong to this
-ring and are the ranks they claim. With TLS, both show a certificate first. So a stranger never enters a ring. Silent
-strangers delay no rank, and are dropped for later callers.
+ring and are the ranks they claim. With TLS, both show a certificate first. So a stranger never enters a ring. A silent
+stranger delays no rank; if too many call, the oldest is disconnected. Ranks and ring leaders connect here and then own
+the connections.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def own_address(host: str, port: int) -> str:
 
 
 class RingListener:
-    """Endpoint on which one rank awaits its ring, on one address, from construction to `close`.
+    """Endpoint on which one rank listens for its ring's higher ranks, from construction to `close`.
 
     Raises Unavailable if it cannot listen.
     """
@@ -84,7 +85,7 @@ class RingListener:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rendezvous:
-    """Parameters of a rank before ring `name` connects: all ranks' `endpoints` and their common `secret`.
+    """What one rank needs to connect to ring `name`: all ranks' `endpoints`, their common `secret` and its own place.
 
     With `tls` the connections are encrypted and both ends show certificates.
     """
@@ -105,7 +106,7 @@ def connect_mesh(listener: RingListener, rendezvous: Rendezvous) -> dict[int, so
     """
     mesh = _Mesh(rendezvous, time.monotonic() + rendezvous.timeout_seconds)
     with mesh.closed_on_failure(), listener.socket:
-        # Every rank first waits for answers from lower ranks, and rank 0 for none, so this cannot deadlock.
+        # Every rank first waits for answers from lower ranks only, and rank 0 for none, so this cannot deadlock.
         for peer in range(rendezvous.rank):
             mesh.call(peer)
         mesh.accept(listener.socket)
@@ -113,7 +114,7 @@ def connect_mesh(listener: RingListener, rendezvous: Rendezvous) -> dict[int, so
 
 
 def call_rank(rendezvous: Rendezvous, peer: int) -> socket.socket:
-    """Connect to one lower rank, which awaits its ring. Raises as `connect_mesh` does."""
+    """Connect to one lower rank, which is in `connect_mesh` meanwhile. Raises what `connect_mesh` raises."""
     mesh = _Mesh(rendezvous, time.monotonic() + rendezvous.timeout_seconds)
     with mesh.closed_on_failure():
         mesh.call(peer)
@@ -122,7 +123,7 @@ def call_rank(rendezvous: Rendezvous, peer: int) -> socket.socket:
 
 @dataclass(slots=True)
 class _Caller:
-    """Connection of an unproven caller, with the received part of its greeting. `awaits` are poll events."""
+    """Connection of an unproven caller, with the received part of its greeting. It waits for events `awaits`."""
 
     connection: socket.socket
     has_tls: bool

@@ -1,4 +1,6 @@
-"""Ring over TCP sockets, plain or with TLS, with one connection per pair of ranks: the ring for CPU ranks.
+"""Ring over TCP sockets, plain or with TLS, with one connection per pair of ranks.
+
+Ranks join it for tensors on the CPU. It owns the connections.
 
 Both sides know every size, so the wire carries only payload. A caller that starts messages hands the kernel as many
 bytes as it takes, and a waiting caller moves bytes itself. On busy cores every thread switch waits for the scheduler,
@@ -83,7 +85,7 @@ class Link:
 
     @property
     def needs_mover(self) -> bool:
-        """True if bytes must be moved while no caller waits. Small messages wait in the kernel."""
+        """True if bytes must be moved while no caller waits. Small incoming messages can stay in the kernel."""
         return bool(self.sends) or any(len(recv.rest) > LARGE_BYTES for recv in self.recvs)
 
     @property
@@ -94,7 +96,7 @@ class Link:
     def move(self) -> None:
         """Send the bytes that the kernel takes and receive the bytes it has. If that fails, the peer is lost.
 
-        If a poll found the connection broken, the peer is lost after its bytes that have arrived are received.
+        If a poll found the connection broken, the bytes that have arrived are received first; then the peer is lost.
         """
         try:
             self._send()
@@ -119,7 +121,7 @@ class Link:
                 return
             transfer.rest = transfer.rest[num_bytes:]
             if transfer.rest:
-                # The kernel is full. Retrying at once would delay the other direction.
+                # The kernel is full, or this was one slice of TLS. Retrying at once would delay the other direction.
                 return
             self.sends.popleft()
 
@@ -236,7 +238,7 @@ class Links:
                 self._stop_polling()
 
     def close(self, reason: str) -> None:
-        """Leave the ring. Waits fail here, and on peers that expect more messages of this rank."""
+        """Leave the ring. Waits then fail on this rank, and on peers that expect more of its messages."""
         with self._lock:
             self._close(reason, is_in_order=all(link.is_idle for link in self._links.values()))
             if not self._num_polling:

@@ -1,7 +1,7 @@
 """Ring for GPU tensors over a host-memory transport, so that several ranks may share a GPU.
 
-NCCL refuses two ranks on one device. Here, a message is copied to pinned host memory, sent by the host transport, and
-copied to the receiver's device. Host tensors are sent as they are.
+Ranks wrap a ring of sockets in it, since NCCL refuses two ranks on one device. A message is copied to pinned host
+memory, sent by the host transport, and copied to the receiver's device. Host tensors are sent as they are.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Staging(Protocol):
         ...
 
     def to_device(self, host: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Copy to a tensor on the device, before any work that the caller queues later."""
+        """Copy to a tensor on the device. Work that the caller queues later sees the copy."""
         ...
 
 
@@ -62,7 +62,7 @@ def for_device(ring: RingTransport, device: torch.device) -> RingTransport:
 
 
 class _Arrival:
-    """Operation whose first `wait` copies the received tensors to the device."""
+    """Work of the inner ring; the first `wait` copies the received tensors to the device."""
 
     def __init__(self, work: Work, staging: Staging, received: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._work = work
@@ -94,7 +94,7 @@ class StagedRing:
 
     def exchange(self, send: torch.Tensor, dst: int, recv: torch.Tensor, src: int) -> Work:
         """See `RingTransport.exchange`."""
-        (sent,), (room,) = self._sent([send]), self._rooms([recv])
+        (sent,), (room,) = self._on_host([send]), self._host_buffers([recv])
         return self._arrival(self._inner.exchange(sent, dst, room, src), [room], [recv])
 
     def all_to_all(self, send: Sequence[torch.Tensor], recv: Sequence[torch.Tensor]) -> Work:
@@ -102,25 +102,25 @@ class StagedRing:
         send, recv = list(send), list(recv)
         recv[self.rank].copy_(send[self.rank])
         send[self.rank] = recv[self.rank] = torch.empty(0)
-        rooms = self._rooms(recv)
-        return self._arrival(self._inner.all_to_all(self._sent(send), rooms), rooms, recv)
+        rooms = self._host_buffers(recv)
+        return self._arrival(self._inner.all_to_all(self._on_host(send), rooms), rooms, recv)
 
     def gather_all(self, send: torch.Tensor, recv: Sequence[torch.Tensor]) -> Work:
-        """See `RingTransport.gather_all`. The rank's own part is copied on the device."""
+        """See `RingTransport.gather_all`. The rank's own part is copied within the device."""
         recv = list(recv)
         if recv[self.rank] is not send:
             recv[self.rank].copy_(send)
-        (sent,) = self._sent([send])
+        (sent,) = self._on_host([send])
         recv[self.rank] = sent
-        rooms = self._rooms(recv)
+        rooms = self._host_buffers(recv)
         return self._arrival(self._inner.gather_all(sent, rooms), rooms, recv)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
         """See `RingTransport.broadcast`."""
         if source == self.rank:
-            (sent,) = self._sent([tensor])
+            (sent,) = self._on_host([tensor])
             return self._inner.broadcast(sent, source)
-        (room,) = self._rooms([tensor])
+        (room,) = self._host_buffers([tensor])
         return self._arrival(self._inner.broadcast(room, source), [room], [tensor])
 
     def await_event(self, event: torch.Event) -> None:
@@ -131,8 +131,8 @@ class StagedRing:
         """See `RingTransport.close`."""
         self._inner.close()
 
-    def _sent(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy the tensors' current content to host memory, with one synchronisation."""
+    def _on_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the tensors in host memory: those on the device are copied, with one synchronisation."""
         covered = [place for place, tensor in enumerate(tensors) if tensor.numel() and self._staging.covers(tensor)]
         sent = [tensor if tensor.numel() else torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
         if covered:
@@ -140,7 +140,7 @@ class StagedRing:
                 sent[place] = host
         return sent
 
-    def _rooms(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _host_buffers(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [self._staging.room(tensor) if self._staging.covers(tensor) else tensor for tensor in tensors]
 
     def _arrival(self, work: Work, rooms: Sequence[torch.Tensor], recv: Sequence[torch.Tensor]) -> Work:

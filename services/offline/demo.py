@@ -1,4 +1,7 @@
-"""Demo: three questions about a document, in a conversation and its fork, checked against stock transformers."""
+"""Demo: three questions about a document, in a conversation and its fork, checked against stock transformers.
+
+`ringserve demo` runs it, and starts the service that it talks to. Calibration and benchmarks use its document, too.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,10 @@ FORKED: Final = Question(title="3: fork of 1", text="What is the password for th
 
 @dataclass(frozen=True, kw_only=True)
 class DemoTurn:
-    """Served turn: its whole prompt, and the object that `generate --json` prints."""
+    """Served turn. `prompt` has the tokens of the whole chat so far; `answer` is what `generate --json` prints.
+
+    `tokens_per_rank` has the KV tokens of each rank, by ring, after the turn.
+    """
 
     question: Question
     prompt: list[int]
@@ -111,7 +117,7 @@ class DemoConversation:
         )
 
     def fork(self, turn: DemoTurn) -> DemoConversation:
-        """Return a conversation that goes on after the first turn, which `turn` is, and shares its KV."""
+        """Fork the conversation after `turn`, which must be its first. The fork shares that turn's KV."""
         tokens = len(turn.prompt) + len(turn.answer["token_ids"])
         self._client.fork_conversation(self._conversation_id, FORK, tokens)
         fork = DemoConversation(self._client, self._codec, self._max_tokens)
@@ -124,6 +130,7 @@ class Verdict:
     """Verdict of the check of one turn against transformers.
 
     `is_right` says whether the answer has the fact; None if the model is random or the document was cut before it.
+    `smallest_lead` is the smallest difference, in logits, between transformers' chosen token and its second-best one.
     """
 
     title: str

@@ -1,4 +1,7 @@
-"""Parts of reports on measurements and plans: the summary of a sample, and plots. matplotlib is an extra."""
+"""Parts of reports on measurements and plans: the summary of a sample, and plots. matplotlib is an extra.
+
+Commands and benchmarks use them.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ class Summary:
 
 
 def paired_ratio(above: Sequence[float], below: Sequence[float]) -> float:
-    """Return the median of above[i] / below[i]; pairs share a round, so that a slow machine slows both."""
+    """Return the median of above[i] / below[i], measured in one round each, so that a slow machine slows both."""
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
@@ -73,7 +76,7 @@ def plain_seconds(axis: Axis) -> None:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write a figure. Raises ConfigError for the path."""
+    """Write a figure. Raises ConfigError if `path` cannot be written."""
     try:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Tables and progress bars on the terminal."""
+"""Tables and progress bars on the terminal, for commands and benchmarks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rich.segment import Segments
 from rich.table import Table
 
 PIPE_WIDTH = 150
-"""Columns of a table if the output is no terminal."""
+"""Width of a table, in characters, if the output is not a terminal."""
 CELL_PADDING = 3
-"""Columns that a table adds to each cell: a space at both sides, and the one between cells."""
+"""Characters that a table adds to the width of each cell: one space on either side, and one between cells."""
 
 Tell = Callable[[str], None]
 """Callback that counts one finished measurement; the text names it."""
@@ -69,7 +69,7 @@ def print_lines(*lines: str) -> None:
 
 
 def _width(cell: RenderableType) -> int:
-    """Return the columns that a cell of text takes."""
+    """Return the width of a cell of text, in characters."""
     return max((cell_len(line) for line in str(cell).split("\n")), default=0)
 
 
@@ -85,7 +85,7 @@ def _columns(table: Table, chosen: Sequence[int]) -> Table:
 
 
 def console(*, stderr: bool = False, pipe_width: int = PIPE_WIDTH) -> Console:
-    """Return a console as wide as the terminal, or `pipe_width` columns wide without one."""
+    """Return a console as wide as the terminal, or `pipe_width` characters wide without one."""
     stream = sys.stderr if stderr else sys.stdout
     return Console(width=None if stream.isatty() else pipe_width, stderr=stderr)
 
@@ -93,7 +93,7 @@ def console(*, stderr: bool = False, pipe_width: int = PIPE_WIDTH) -> Console:
 def bar() -> Progress:
     """Return a progress bar on standard error, which vanishes at its end; standard output is the report's."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # Other output stands above the bar, or in its own file or pipe.
+    # On a terminal, standard output is redirected to above the bar; a file or pipe needs no redirection.
     redirects = sys.stdout.isatty()
     return Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=redirects)
 

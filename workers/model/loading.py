@@ -254,7 +254,7 @@ class LoadedModel:
 
     def total(self, part: Tensor) -> Tensor:
         """Return the sum of parts over the ranks that share the weights. Raises Unavailable."""
-        return (self.helix if self.is_helix else self.tensor).total(part)
+        return (self.helix if self.is_helix else self.tensor).sum_parts(part)
 
     @property
     def head_start(self) -> int:

@@ -1,7 +1,8 @@
-"""Resources that processes of one user share on a machine: memory that several ranks would hold alike, and cores.
+"""Resources that processes of one user share on a machine: memory for what several ranks need alike, and cores.
 
-The memory has no name in a file system and no owner: the kernel frees it when the last process that holds it has ended,
-however that ends. A small file, locked while it is read or written, says by which processes it can be found.
+Ranks use it when they load a model and in each step. The memory has no name in a file system and no owner: the kernel
+frees it when the last process that holds it has ended, however that ends. A small file, locked while it is read or
+written, lists the processes, and their descriptors, through which others can open the memory.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ LOCK_SECONDS = 60.0
 """Limit on the wait for another process that fills the memory."""
 POLL_SECONDS = 0.01
 MAX_GAP_SECONDS = 0.15
-"""A pause ends so many seconds after its step began, at most. A step beside a prompt takes up to 0.15 s more than the
-one before, and streams should not wait for more than 0.3 s."""
+"""A pause ends at most this long after the start of the decode step before it. The next step may take up to 0.15 s more
+than that one, because a prompt is computed on the same cores, and a stream should not wait longer than 0.3 s."""
 FLOCK = "hhqqi0q"
 """`struct flock` of Linux on machines of 64 bits: type, whence, start, length, process."""
 SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_WRITE", "F_SEAL_SEAL")
 
-# Memory that this process can show to others stays open for as long as it lives.
+# Descriptors by which other processes can open the memory, by its name; open until this process ends.
 _shown: dict[str, int] = {}
 
 
@@ -94,10 +95,11 @@ def _locked(path: Path) -> Iterator[IO[str]]:
 
 
 def _remove_ended() -> None:
-    """Remove the files that name no process that lives: nobody else does, and each model has its own."""
+    """Remove files in which no listed process holds the memory any more: nothing else does, and each model has some."""
     for path in shared_directory().glob("ringserve-*"):
         with suppress(OSError, ValueError), path.open() as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # whoever waits for it looks whether it is still there
+            # A process that waits for this lock checks, once it has it, that the file still exists.
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not any(_is_there(line, path.name) for line in file):
                 path.unlink()
 
@@ -127,7 +129,8 @@ def _filled(name: str, num_bytes: int, fill: Callable[[Tensor], object]) -> int:
     """Return a descriptor of new memory that is filled, and that nobody can write to any more. Raises OSError."""
     made = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.posix_fallocate(made, 0, num_bytes)  # fails here, and not by a signal, if there is not enough
+        # Raises OSError if there is too little memory; without it the first write would end the process by SIGBUS.
+        os.posix_fallocate(made, 0, num_bytes)
         fill(_view(made, num_bytes, mmap.MAP_SHARED))
         fcntl.fcntl(made, fcntl.F_ADD_SEALS, sum(getattr(fcntl, seal) for seal in SEALS))
     except BaseException:
@@ -143,8 +146,8 @@ def _view(fd: int, num_bytes: int, flags: int) -> Tensor:
 class SharedCores:
     """Tells decode ranks when prefill ranks compute on the same cores: these lock a byte of a file in each step.
 
-    `group` names the ranks that share cores, which are of one user: it gives the byte. The system frees the lock of a
-    process that has ended.
+    `group` names a set of ranks, all of one user, on the same cores; the byte that they lock is derived from it. The
+    system frees the lock of a process that has ended.
     """
 
     def __init__(self, group: str) -> None:

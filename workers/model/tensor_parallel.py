@@ -6,16 +6,19 @@ reads the model's plan, but cuts weights and sums results itself. It needs no de
 tensor-parallel ring ends like any other ring.
 
 If there are more processes than KV heads, several processes share each KV head (`replicas`). This is only for
-comparisons with context parallelism (arXiv 2411.01783, 4.2.2). Query heads are cut evenly, next to their KV head.
+comparisons with context parallelism (arXiv 2411.01783, 4.2.2). Each process has an equal part of the query heads, and
+the KV head that these use.
 
-Sequence parallelism of tensor-parallel ranks (SP-TP, CSPS, arXiv 2409.15104), also for comparisons, cuts each sum in
-two: a rank sums an N-th of the rows, applies norms and residuals to them, and gathers all rows before attention and
-before the MLP. It sends as many bytes as the sums.
+Sequence parallelism of tensor-parallel ranks (SP-TP, CSPS, arXiv 2409.15104), also for comparisons, splits each sum
+into a reduce-scatter and a gather: a rank sums an N-th of the rows, applies norms and residuals to them, and gathers
+all rows before attention and before the MLP. Together these send as many bytes as the sum.
 
-Helix does the same over the ranks of a decode ring, which have all tokens of a step: attention and embedding stay
-whole, and attention gives each rank its input columns of the output projection.
+Helix applies tensor parallelism over the ranks of a decode ring, each of which has all tokens of a step: attention and
+embedding stay whole, and attention gives each rank its input columns of the output projection.
 
-Shapes: T tokens.
+A rank's model is cut when it is loaded; its forward passes run the sums.
+
+Shapes: T tokens (rows), C features of a token.
 """
 
 from __future__ import annotations
@@ -102,7 +105,7 @@ class TensorParallel:
         """Join every rank's columns [..., share of total] to [..., total]. Raises Unavailable."""
         return part if self.size == 1 else join_last_dim(part, self.widths(total), self.transport)
 
-    def total(self, part: Tensor) -> Tensor:
+    def sum_parts(self, part: Tensor) -> Tensor:
         """Return the sum [..., T, C] of all ranks' parts, or this rank's rows of it. Raises Unavailable.
 
         While torch's compiler traces the model, this leaves a mark where the graph is cut (`workers/model/pieces.py`).
@@ -133,7 +136,10 @@ class TensorParallel:
                 continue
             cut = STYLES.get(self._style(model, name, style))
             if cut is None:
-                raise ModelRefused(f"the tensor parallel plan of {model.config.model_type!r} cuts {name} by {style!r}")
+                raise ModelRefused(
+                    f"the tensor-parallel plan of {model.config.model_type!r} cuts {name} by {style!r}, which is not "
+                    "supported"
+                )
             if self._replicas > 1 and style == "colwise" and self._is_kv(model, name, module):
                 _cut_columns(self, module, self._kv_features * self._replicas // self.size)
             else:
@@ -153,7 +159,10 @@ class TensorParallel:
         return bool(model.tp_plan) and set(model.tp_plan.values()) <= STYLES.keys()
 
     def tie(self, model: PreTrainedModel) -> None:
-        """Tie the output head to the embedding if that is cut, else to a view of this rank's rows of it."""
+        """Tie the output head to the embedding if both have the same shape.
+
+        In helix, where the embedding is whole and the head is cut, tie it to a view of this rank's embedding rows.
+        """
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         assert isinstance(head, Linear) and isinstance(embedding, Embedding)
         if head.weight.shape == embedding.weight.shape:
@@ -169,7 +178,10 @@ class TensorParallel:
         return inputs, named | {HIDDEN_STATES: self.all_rows(named[HIDDEN_STATES])}
 
     def _is_kv(self, model: PreTrainedModel, name: str, module: Module) -> bool:
-        """Return whether a module cut by columns makes keys or values. With few KV heads, queries are wider."""
+        """Return whether a module cut by columns makes keys or values.
+
+        Its `kv_features` outputs tell: queries have more, since there are fewer KV heads than query heads.
+        """
         return _is_in_attention(model, name) and getattr(module, "out_features", 0) == self._kv_features
 
     def _style(self, model: PreTrainedModel, name: str, style: str) -> str:
@@ -189,29 +201,29 @@ def _is_in_attention(model: PreTrainedModel, name: str) -> bool:
     return hasattr(model.get_submodule(name.rpartition(".")[0]), "layer_idx")
 
 
-def _cut_columns(tensor: TensorParallel, module: Module, own: int | None = None) -> None:
+def _cut_columns(group: TensorParallel, module: Module, own: int | None = None) -> None:
     """Cut the output features, `own` per rank or evenly. The input is whole: y_r = x W_r^T + b_r."""
     assert isinstance(module, Linear)
     total = module.out_features
-    start, stop = tensor.share(total) if own is None else tensor.share_of(total, own)
+    start, stop = group.share(total) if own is None else group.share_of(total, own)
     module.weight = _piece(module.weight[start:stop])
     if module.bias is not None:
         module.bias = _piece(module.bias[start:stop])
     module.out_features = stop - start
 
 
-def _cut_columns_and_join(tensor: TensorParallel, module: Module) -> None:
+def _cut_columns_and_join(group: TensorParallel, module: Module) -> None:
     """Cut like `_cut_columns`, and join the ranks' outputs: y = [y_0, y_1, ...]."""
     assert isinstance(module, Linear)
-    widths = tensor.widths(module.out_features)
-    _cut_columns(tensor, module)
-    module.register_forward_hook(lambda _module, _inputs, output: join_last_dim(output, widths, tensor.transport))
+    widths = group.widths(module.out_features)
+    _cut_columns(group, module)
+    module.register_forward_hook(lambda _module, _inputs, output: join_last_dim(output, widths, group.transport))
 
 
-def _cut_rows(tensor: TensorParallel, module: Module) -> None:
+def _cut_rows(group: TensorParallel, module: Module) -> None:
     """Cut the input features like the previous layer's output, and sum the outputs: y = sum_r x_r W_r^T + b."""
     assert isinstance(module, Linear)
-    start, stop = tensor.share(module.in_features)
+    start, stop = group.share(module.in_features)
     module.weight = _piece(module.weight[:, start:stop])
     module.in_features = stop - start
     # The bias is added once, to the sum. It stays a parameter, renamed, so that the model moves it to its device.
@@ -219,29 +231,29 @@ def _cut_rows(tensor: TensorParallel, module: Module) -> None:
     module.register_parameter("bias", None)
 
     def summed(module: Module, _inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-        total, bias = tensor.total(output), module._parameters[WHOLE_BIAS]
+        total, bias = group.sum_parts(output), module._parameters[WHOLE_BIAS]
         return total if bias is None else total + bias
 
     module.register_forward_hook(summed)
 
 
-def _cut_vocabulary(tensor: TensorParallel, module: Module) -> None:
+def _cut_vocabulary(group: TensorParallel, module: Module) -> None:
     """Cut the embedding's rows. One rank contributes a token's row, the other ranks contribute zeros."""
     assert isinstance(module, Embedding)
-    start, stop = tensor.share(module.num_embeddings)
+    start, stop = group.share(module.num_embeddings)
     module.weight = _piece(module.weight[start:stop])
     module.num_embeddings, module.padding_idx = stop - start, None
 
     def looked_up(input: Tensor) -> Tensor:
-        tensor.begin_rows(input.shape[-1])
+        group.begin_rows(input.shape[-1])
         outside = (input < start) | (input >= stop)
         rows = torch.nn.functional.embedding((input - start).masked_fill(outside, 0), module.weight)
-        return tensor.total(rows.masked_fill(outside.unsqueeze(-1), 0.0))
+        return group.sum_parts(rows.masked_fill(outside.unsqueeze(-1), 0.0))
 
     module.forward = looked_up  # type: ignore[method-assign]
 
 
-def _leave_whole(tensor: TensorParallel, module: Module) -> None:
+def _leave_whole(group: TensorParallel, module: Module) -> None:
     """Leave a module whole: norms of single heads, which every rank needs, and in helix all before attention."""
 
 

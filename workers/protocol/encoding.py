@@ -1,7 +1,7 @@
 """Encoding of frozen dataclasses as bytes: journal rows, and batch changes between the ranks of a decode ring.
 
-Annotations are the schema. A dataclass becomes a msgpack map by field names, a tuple a list, an enum its value, and an
-int64 array its bytes.
+The journal and the decode loops use it; it keeps no state. Annotations are the schema. A dataclass becomes a msgpack
+map by field names, a tuple a list, an enum its value, and an int64 array its bytes.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import numpy as np
 
 T = TypeVar("T")
 Rule = Callable[[Any], Any] | None
-"""Value conversion; None keeps it as it is."""
+"""Conversion of a value; None keeps the value as it is."""
 INTEGERS = range(-(1 << 63), 1 << 64)
-"""Integers that msgpack carries. Others are written as decimal text, such as the seed of a Python caller."""
+"""Integers that msgpack carries. Any other, such as a Python caller's large seed, is written as decimal text."""
 
 
 class Codec(Generic[T]):
-    """Dataclass encoding, with all dataclasses in its fields.
+    """Encoding of one dataclass and of all dataclasses in its fields.
 
     Example: `Codec(TokenBias).decode(Codec(TokenBias).encode(TokenBias(3, -1.0)))` is `TokenBias(3, -1.0)`.
     """
@@ -61,7 +61,7 @@ def _dataclass_rules(kind: type[Any]) -> tuple[Callable[[Any], Any], Callable[[A
 def _rules(hint: Any) -> tuple[Rule, Rule]:
     """Return how a value of this annotation is written and read."""
     origin, inner = get_origin(hint), get_args(hint)
-    if (aliased := getattr(origin, "__value__", None)) is not None:  # a `type` statement, as NDArray since numpy 2.5
+    if (aliased := getattr(origin, "__value__", None)) is not None:  # a `type` alias, such as NDArray since numpy 2.5
         return _rules(aliased[inner])
     if is_dataclass(hint) and isinstance(hint, type):
         return _dataclass_rules(hint)
@@ -69,7 +69,8 @@ def _rules(hint: Any) -> tuple[Rule, Rule]:
         write, read = _rules(next(each for each in inner if each is not NoneType))
         return _unless_none(write), _unless_none(read)
     if origin is tuple and len(inner) == 2 and inner[1] is Ellipsis:
-        write, read = (None, None) if inner[0] is int else _rules(inner[0])  # block tables are long
+        # No call per integer, because block tables are long.
+        write, read = (None, None) if inner[0] is int else _rules(inner[0])
         return _of_each(write), _of_each(read)
     if origin is tuple and all(each in (str, float, bool) for each in inner):
         return None, None

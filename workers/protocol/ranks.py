@@ -1,4 +1,7 @@
-"""Ranks of a ring: settings, rendezvous, model shape, measured rates and status. Pure data: no torch."""
+"""Ranks of a ring: settings, rendezvous, model shape, and status. Pure data: no torch.
+
+Ring leaders and ranks exchange these data; orchestration and the services read them.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +26,19 @@ QUANTIZATIONS = (NO_QUANTIZATION, FP8_MLPS)
 
 KERNEL_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 CACHED_KERNELS = 128
-"""Kernels that torch and oneDNN keep each, by the shape of a matrix product. A layer has about seven shapes for each
-number of rows. Their own 1,024 take a gigabyte after some hundred prompts; to make a kernel again takes about 1 ms."""
+"""Number of kernels that torch and oneDNN each keep, one per shape of a matrix product. A layer has about seven shapes
+for each number of rows. The default of 1,024 takes a gigabyte after some hundred prompts; making a kernel again takes
+about 1 ms."""
 WAIT_POLICY = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "2000"}
-"""Of OpenMP's threads. By default one that waits for another spins, which keeps that other from a core that both need:
-ranks have more threads than the machine has cores. One that sleeps at once has to be woken for each of the 150 parts of
-a decode step. So a thread looks for some 0.05 ms before it sleeps."""
+"""Variables that say how OpenMP's threads wait. By default a thread that waits for another spins, which keeps the other
+from a core that both need: ranks have more threads than the machine has cores. A thread that sleeps at once must be
+woken for each of the 150 parts of a decode step. So a thread spins for some 0.05 ms before it sleeps."""
 
 
 def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a rank's libraries that an environment lacks; some libraries read them once, when loaded.
+    """Return the variables for a rank's libraries that `environment` lacks; some libraries read them only when loaded.
 
-    Whoever sets one of OpenMP's has decided how its threads wait.
+    If `environment` has one of OpenMP's, the user has decided how threads wait, so none of OpenMP's is returned.
     """
     variables = dict.fromkeys(KERNEL_CACHES, str(CACHED_KERNELS))
     if not WAIT_POLICY.keys() & environment.keys():
@@ -46,20 +50,20 @@ def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
 class RankSettings:
     """Settings that all ranks of a ring share. A rank's cache has `num_blocks` blocks of `block_tokens` tokens a layer.
 
-    Where `kv_memory_fraction` is not 0, it has as many as fit in that part of the GPU memory that the weights leave.
-    `tp` processes share the heads of the same tokens and use the same block table. `listen_host` is the address on
-    which ranks listen; empty: the address of the rank's node. `tls` encrypts all traffic between ranks, as far as
-    `ring_transport` can, and ranks then accept each other by certificate only. `packs_weights` orders the weights for
-    the kernels of CPUs, once the ring is measured, `packs_head` those of the head as well, as decode steps gain by. On
+    If `kv_memory_fraction` is not 0, it has instead as many as fit in that fraction of the GPU memory that the weights
+    leave. `tp` processes share the heads of the same tokens and use the same block table. `listen_host` is the address
+    on which ranks listen; empty: the address of the rank's node. `tls` encrypts all traffic between ranks, as far as
+    `ring_transport` can, and ranks then accept each other by certificate only. `packs_weights` reorders the weights for
+    CPU kernels once the ring is measured; `packs_head` includes the output head, which speeds up decode steps. On
     "cuda" a process has `gpus_per_rank` of a GPU: with less than 1, several share it. `kv_carrier` moves KV to other
-    rings: `sockets`, `nixl` by slots of `kv_slot_bytes`, or `auto`, which is NIXL on "cuda" where it is installed,
-    and sockets to ranks that it does not reach. With `drafts` decode steps
-    check guesses of the next tokens, from the text or by `draft_model`, a directory, which sees the newest
-    `draft_context` tokens. Ranks with the same `cores`, unless it is empty, share them: decode steps have `least_share`
-    of the time while a prefill rank computes. `compile` is one of COMPILE_POLICIES, `quantization` one of
-    QUANTIZATIONS. If `fingerprint` is given, a rank refuses to load a model with another one. Two are for comparisons,
-    and such ranks hand over no KV: `replicates_kv` allows more processes than KV heads, and with `scatters_rows` each
-    process has its share of the rows between attention and MLP.
+    rings: `sockets`, `nixl` by slots of `kv_slot_bytes`, or `auto`, which is NIXL on "cuda" if it is installed, and
+    sockets to ranks that it does not reach. With `drafts` decode steps check guesses of the next tokens, from the text
+    or by `draft_model`, a directory, which sees the newest `draft_context` tokens. Ranks with the same `cores`, unless
+    it is empty, share them: decode steps get at least `least_share` of the time while a prefill rank computes.
+    `compile` is one of COMPILE_POLICIES, `quantization` one of QUANTIZATIONS. If `fingerprint` is given, a rank refuses
+    to load a model with another one. Two settings are for comparisons only, and ranks with them hand over no KV:
+    `replicates_kv` allows more processes than KV heads, and with `scatters_rows` each process has its share of the rows
+    between attention and MLP.
     """
 
     model_path: str
@@ -131,7 +135,7 @@ class RankSpec:
         return self.cp if self.settings.decode_variant == HELIX else 1
 
     def with_helix(self) -> RankSpec:
-        """Return the place in a ring that decodes by helix, whatever the settings say."""
+        """Return the same place, in a ring that decodes by helix whatever the settings say."""
         return replace(self, settings=replace(self.settings, decode_variant=HELIX))
 
     @property
@@ -143,10 +147,10 @@ class RankSpec:
 class ModelInfo:
     """Shape of a model for the planner and the KV pool. Sizes in elements, or in bytes if the name says so.
 
-    `dtype` and `element_bytes` are for weights and activations. Attention and KV are in `kv_dtype`.
-    `tied_parameters` counts the output head if it is the embedding, too. `windows` lists each layer's sliding window in
-    tokens, 0 for full attention; it is empty if all layers have full attention. The widest is `tail_tokens`: steps tell
-    where so many newest tokens lie. `has_sinks` tells whether layers have attention sinks.
+    `dtype` and `element_bytes` are for weights and activations. Attention and KV are in `kv_dtype`. `tied_parameters`
+    counts the output head if it is the embedding, too. `windows` lists each layer's sliding window in tokens, 0 for
+    full attention; it is empty if all layers have full attention. `tail_tokens` is the widest window; steps say which
+    rank holds each of that many newest tokens. `has_sinks` tells whether layers have attention sinks.
     """
 
     name: str
@@ -195,7 +199,7 @@ class ModelInfo:
 class RankInfo:
     """Answer of a started rank. `kv_endpoint` is HOST:PORT of its KV receiver, `num_blocks` the size of its cache.
 
-    `is_helix` tells that the rank has a share of the weights: the ring can only decode by helix.
+    If `is_helix`, the rank has only a share of the weights, so the ring can decode only by helix.
     """
 
     rank: int
@@ -250,11 +254,11 @@ class RankStatus:
     `communication_seconds` is the part with messages of the ring under way; None: the transport cannot tell.
     `bytes_sent` counts the rank's bytes to its ring. `step_counts` are steps by length, see `StepClock`.
     `stalled_seconds` is the longest time for which a transfer that has begun, and is not complete, received no byte.
-    `kv_nixl_bytes` and `kv_socket_bytes` count KV sent to other rings by each carrier, `kv_fallbacks` connections to
-    ranks that NIXL was to serve and does not reach.
-    `gpu` is None on a CPU. `eager_steps` are decode steps that replayed no recorded one, by reason, where the model is
-    to be compiled. `waited_steps` counts a GPU's steps whose tokens were read before the next was issued, by reason.
-    `checked_drafts` and `accepted_drafts` count drafts by their place behind the newest token; the first rank has them.
+    `kv_nixl_bytes` and `kv_socket_bytes` count KV sent to other rings by each carrier; `kv_fallbacks` counts
+    connections to ranks that NIXL should serve but does not reach. `gpu` is None on a CPU. `eager_steps` are decode
+    steps that replayed no recorded one, by reason, if the model is compiled. `waited_steps` counts a GPU's steps whose
+    tokens were read before the next was issued, by reason. `checked_drafts` and `accepted_drafts` count drafts by their
+    place behind the newest token; the first rank has them.
     """
 
     steps: int

@@ -21,7 +21,7 @@ from ringserve.workers.sampling.parameters import NO_HISTORY, SamplingParameters
 
 TokenIds = npt.NDArray[np.int64]
 DRAFT_TEXT_TOKENS = 1 << 18
-"""Newest tokens of a sequence from which next tokens are drafted: comparing as many takes 0.1 ms."""
+"""Number of newest tokens of a sequence from which next tokens are drafted: comparing that many takes 0.1 ms."""
 NO_TEXT: TokenIds = np.empty(0, dtype=np.int64)
 ONE_TOKEN = TokenHistory(num_generated=1)
 """History of a turn that has only the prefill ring's token and no parameter that reads history."""
@@ -62,9 +62,9 @@ class SequencePrefill:
     `token_ids` has all new tokens of this step, in order. Rank r already holds `cached[r]` tokens. `sample` is set on
     the step with the prompt's last token, and `history` has the tokens that sampling reads. `sends` leave layer by
     layer, as soon as a layer's KV is written. `score` requests log-probabilities of prompt tokens. `stored` says which
-    rank stores each new token if this differs from the computing rank, as only in chains. A sequence with `sparsity`
-    gets approximate KV, computed by pass-KV. `tail` has the places of the newest held tokens, `ModelInfo.tail_tokens`
-    of them.
+    rank stores each new token if this differs from the computing rank, which occurs only in chains. A sequence with
+    `sparsity` gets approximate KV, computed by pass-KV. `tail` has the places of the newest held tokens,
+    `ModelInfo.tail_tokens` of them.
     """
 
     sequence_id: str
@@ -191,11 +191,11 @@ DecodeCommand = AdmitSequence | RemoveSequence | GrowSequence | ComputePrompt
 class DecodeEvent:
     """One token of a sequence, its end, or both. `kv_tokens` positions have stored KV after this step.
 
-    `owner` is the rank that stores the KV that a batch step added; None in all other events. `is_draft`: the
-    token follows a draft that was right, so it cost no step. `is_starved`: the sequence left because its block tables
-    are full, and may join again. `is_broken`: it left without a token because its logits are not finite, or because its
-    grammar allowed none (`is_outside_grammar`). `prompt_seconds`: the token is the first
-    after a prompt, whose step took this time.
+    `owner` is the rank that stores the KV that a batch step added; None in all other events. `is_draft`: the token
+    follows a draft that was right, so it cost no step. `is_starved`: the sequence left because its block tables are
+    full, and may join again. `is_broken`: it left without a token because its logits are not finite, or because its
+    grammar allowed none (`is_outside_grammar`). `prompt_seconds`: the token is the first after a prompt, and the
+    prompt's step took this time.
     """
 
     sequence_id: str

@@ -1,4 +1,7 @@
-"""KV transfers between rings: key, source ranks' sends, destination ranks' expectations. Plain data."""
+"""KV transfers between rings: key, source ranks' sends, destination ranks' expectations.
+
+Leaders send these data to ranks, whose KV senders and receivers act on them. Plain data.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from ringserve.cp_core.layout.shards import TokenRange
 
 @dataclass(frozen=True, slots=True)
 class TransferKey:
-    """Name of one attempt of one transfer between the incarnations of two rings. Any other key is stale."""
+    """Name of one attempt of one transfer between incarnations of two rings. The keys of earlier attempts are stale."""
 
     transfer_id: str
     attempt: int
@@ -48,7 +51,8 @@ class KvSend:
 class KvExpect:
     """One destination rank's share: positions `ranges`, ascending, go to stored indices from `stored_start` on.
 
-    The rank seals when every (token, layer, head) has arrived exactly once. An empty share is sealed at once.
+    The rank seals the transfer when every (token, layer, head) has arrived exactly once. An empty share is sealed at
+    once.
     """
 
     key: TransferKey

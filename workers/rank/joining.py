@@ -1,4 +1,4 @@
-"""Rendezvous of a rank with its ring: all ranks open endpoints, then all connect. The same for tensor parallelism."""
+"""Rendezvous of a rank with its ring and its tensor-parallel ring: all ranks open endpoints, then all connect."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 class RankRings:
     """Rings of one rank: `tokens` joins the ranks with other tokens, `heads` those with other heads, if there are any.
 
-    `control` and `control_heads` join the same ranks for tensors of the host: headers of a loop and sampled tokens.
-    They are the same rings where these carry such tensors, and sockets beside NCCL, whose messages would wait for the
-    GPU.
+    `control` and `control_heads` join the same ranks for host tensors: headers of a loop and sampled tokens. They are
+    the same rings if those carry host tensors. NCCL does not, and its messages would wait for the GPU, so sockets are
+    used beside it.
     """
 
     tokens: RingTransport
@@ -44,7 +44,8 @@ class RankRings:
 
     @property
     def header_hops(self) -> tuple[RingTransport, ...]:
-        """Rings of a header's path: the ring of the first heads, then each rank's tensor parallel ring."""
+        """Rings of a header's path: the ring of the ranks with the first heads, then each rank's tensor-parallel
+        ring."""
         if self.control_heads is None:
             return (self.control,)
         return (self.control, self.control_heads) if self.control_heads.rank == 0 else (self.control_heads,)
@@ -57,14 +58,15 @@ class RankRings:
 
 
 class RingJoining:
-    """Joining in two calls: `open`, then `join` with the endpoints of all ranks; `close` in any state.
+    """Joining in two calls: `open`, then `join` with the endpoints of all ranks. `close` is allowed in any state.
 
     Ranks connect by sockets to each other's endpoints and refuse any peer without the ring's secret. With NCCL these
-    carry the control messages alone; NCCL uses a store of torch's, which checks no secret, and does not encrypt.
+    sockets carry only control messages; NCCL finds its peers by a torch store, which checks no secret, and does not
+    encrypt.
     """
 
     def __init__(self, spec: RankSpec) -> None:
-        """Choose the transport. Raises ConfigError if it does not serve the device."""
+        """Choose the transport. Raises ConfigError if it does not support the device."""
         self._spec = spec
         self._settings = settings = spec.settings
         self.backend = select_ring_backend(
@@ -89,7 +91,7 @@ class RingJoining:
     def join(self, ring: RingSpec) -> RankRings:
         """Join the rings of this rank; collective.
 
-        Raises Unavailable if the others do not connect within the ring's timeout, or do not know its secret.
+        Raises Unavailable if the other ranks do not connect within the ring's timeout or do not know its secret.
         """
         spec = self._spec
         column = [spec.tp * cp_rank + spec.tp_rank for cp_rank in range(spec.cp)]
@@ -103,9 +105,10 @@ class RingJoining:
     def _connect(
         self, ring: RingSpec, kind: str, index: int, members: Sequence[int]
     ) -> tuple[RingTransport, RingTransport]:
-        """Connect `members`, ranks of the whole -> their rings for data and for control messages, often the same.
+        """Connect the ranks `members` and return (their ring for data, their ring for control messages), often the
+        same.
 
-        `index` tells the ring from others of its kind.
+        `members` are ranks of the whole ring. `index` tells their ring from others of its `kind`.
         """
         name, rank, seconds = f"{ring.name}/{kind}-{index}", members.index(self._spec.rank), ring.timeout_seconds
         if len(members) == 1:

@@ -81,7 +81,7 @@ class RankParts:
 
 
 def load_parts(spec: RankSpec, *, poisoned: bool) -> RankParts:
-    """Load the model and open the KV receiver; see `RankWorker.start`."""
+    """Load the model and open the KV receiver. `RankWorker.start` says what is raised."""
     settings = replace(spec.settings, device=_indexed(spec.settings.device))
     spec = replace(spec, settings=settings)
     torch.set_num_threads(settings.num_threads)
@@ -104,7 +104,7 @@ def load_parts(spec: RankSpec, *, poisoned: bool) -> RankParts:
     check_quantization(settings, model.share)
     dtype = DTYPES[model.info.kv_dtype]
     backend = select_backend(settings.attention_backend, settings.device, dtype)
-    # Before the cache, which may take the rest of the memory.
+    # Loaded before the cache, which may take the rest of the memory.
     draft_model = load_draft_model(model.info, backend, settings, poisoned=poisoned) if spec.rank == LEADER else None
     cache = KvCache(
         num_layers=model.info.num_layers,
@@ -126,7 +126,7 @@ def load_draft_model(
     """Load the draft model of a ring; None if it has none. Raises ModelRefused, ConfigError (dtype)."""
     if not settings.drafts or not settings.draft_model:
         return None
-    # Few rings have one: others do without the module.
+    # Few rings have a draft model: the others do not load the module.
     drafting: Any = import_module("ringserve.workers.decode.draft_model")
     draft_path = resolve_model_path(settings.draft_model)
     draft = load_model(draft_path, settings.dtype, settings.device, Path(settings.draft_model).name)
@@ -149,7 +149,7 @@ def load_draft_model(
 
 
 def check_quantization(settings: RankSettings, share: ModelInfo) -> None:
-    """Check that the device multiplies weights of the wanted form. Raises ConfigError."""
+    """Check that the device and the model's sizes allow the wanted quantization. Raises ConfigError."""
     if settings.quantization != FP8_MLPS:
         return
     device = torch.device(settings.device)
@@ -167,13 +167,14 @@ def check_quantization(settings: RankSettings, share: ModelInfo) -> None:
 
 
 FP8_CAPABILITY = (8, 9)
-"""Least compute capability of GPUs that multiply 8-bit floats."""
+"""Least compute capability of a GPU that multiplies 8-bit floats."""
 
 
 def num_blocks_of(settings: RankSettings, share: ModelInfo) -> int:
-    """Return how many blocks of KV fit in the part `kv_memory_fraction` of the GPU's free memory.
+    """Return how many blocks of KV fit in the fraction `kv_memory_fraction` of the GPU's free memory.
 
-    `share` is the model as this rank has it. Staging slots of NIXL are taken off. Raises ConfigError if none fits.
+    `share` is this rank's share of the model. The memory of NIXL's staging slots is subtracted. Raises ConfigError if
+    none fits.
     """
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(settings.device)
@@ -190,7 +191,7 @@ def num_blocks_of(settings: RankSettings, share: ModelInfo) -> int:
 
 
 def _indexed(device: str) -> str:
-    """Return the device with its index: NCCL and torch's streams would each choose one for a bare "cuda"."""
+    """Return the device with its index. For a bare "cuda", NCCL and torch's streams would each choose an index."""
     return f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device
 
 
@@ -203,7 +204,7 @@ def parts_of(
     compilation: Compilation | None,
     draft_model: DraftModel | None = None,
 ) -> RankParts:
-    """Return the parts of an incarnation, whose KV receiver is open."""
+    """Return the parts of an incarnation, with an open KV receiver."""
     settings = spec.settings
     agent = open_agent(spec, cache.device)
     try:

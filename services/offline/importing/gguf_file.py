@@ -1,7 +1,8 @@
-"""GGUF file of a supported architecture: its config.json, and its tensors by the names that transformers gives them.
+"""Reader of a GGUF file: the content of the config.json to write, and the tensors under their names in transformers.
 
-Everything is checked before the first tensor is converted. Metadata or tensors without a counterpart are refused by
-name: a model that lost a part of itself would answer, wrongly.
+The converters of models and tokenizers use it. It writes nothing. Everything is checked before the first tensor is
+converted. Metadata or tensors without a counterpart are refused by name: a model that lost a part of itself would
+answer, wrongly.
 """
 
 from __future__ import annotations
@@ -50,14 +51,18 @@ KNOWN_KEYS: Final = frozenset(
     }
 )
 ROPE_FACTORS: Final = "rope_freqs.weight"
-"""Tensor with Llama 3's divisors of the rotary frequencies: its parameters are not in the file's metadata."""
+"""Tensor of the divisors that Llama 3's scaling applies to the rotary frequencies. The parameters of that scaling are
+not in the metadata; `_llama3_rope` finds them from the divisors."""
 LLAMA3_FACTORS: Final = (8.0, 16.0, 32.0)
 LLAMA3_ORIGINAL_POSITIONS: Final = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Name and shape of a tensor in transformers. With `num_rotary_heads`, rows lie in the order of llama.cpp."""
+    """Name and shape of a tensor in transformers.
+
+    If `num_rotary_heads` is not 0, the file has the rows of each of so many heads in llama.cpp's rotary order.
+    """
 
     name: str
     shape: Shape
@@ -65,7 +70,7 @@ class Target:
 
 
 class GgufFile:
-    """Model in one GGUF file. `config` is its config.json, `targets` names its tensors in transformers."""
+    """Model in one GGUF file. `config` is for config.json, `targets` has the transformers names of its tensors."""
 
     def __init__(self, path: Path) -> None:
         """Read and check everything but the tensors' values. Raises ModelRefused."""
@@ -85,7 +90,7 @@ class GgufFile:
         self._check_tensors()
 
     def tensors(self) -> Iterator[tuple[Target, Array]]:
-        """Yield every tensor in float32, with its place in transformers: the values that llama.cpp computes with."""
+        """Yield every tensor's target and values, dequantized to float32: those that llama.cpp computes with."""
         for name, target in self.targets.items():
             tensor = self._tensors[name]
             values = np.ascontiguousarray(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
@@ -175,7 +180,8 @@ class GgufFile:
                     "high_freq_factor": 4.0,
                     "original_max_position_embeddings": LLAMA3_ORIGINAL_POSITIONS,
                 }
-        raise self.refuse(f"the values of {ROPE_FACTORS} are none of Llama 3's")
+        factors = ", ".join(f"{factor:g}" for factor in LLAMA3_FACTORS)
+        raise self.refuse(f"the values of {ROPE_FACTORS} are no Llama 3 scaling; supported are the factors {factors}")
 
     # --- tensors -----------------------------------------------------------------------------------------------------
 
@@ -184,7 +190,8 @@ class GgufFile:
         config = self.config
         hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
         heads, kv_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
-        # llama.cpp rotates neighbouring rows of a Llama, transformers rows that lie half a head apart.
+        # For Llama, llama.cpp rotates pairs of neighbouring rows of q and k, and transformers pairs of rows half a head
+        # apart. Qwen's rows lie as in transformers.
         q_rotary, k_rotary = (heads, kv_heads) if self.architecture == "llama" else (0, 0)
         targets = {
             "token_embd.weight": Target("model.embed_tokens.weight", (vocab, hidden)),
@@ -228,7 +235,7 @@ class GgufFile:
             except NotImplementedError:
                 raise self.refuse(f"tensor {name} has type {tensor.tensor_type.name}, which is not supported") from None
             except ValueError:
-                continue  # the type is supported; nothing can be made of no blocks
+                continue  # the type is supported: the error is only about the empty slice
 
 
 def _shape(tensor: ReaderTensor) -> Shape:
@@ -247,7 +254,8 @@ def _interleaved_to_halves(values: Array, num_heads: int) -> Array:
 def _llama3_divisors(theta: float, head_dim: int, factor: float) -> npt.NDArray[np.float64]:
     """Return by how much Llama 3 divides each rotary frequency: 1 for short waves, `factor` for long ones."""
     wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
-    # Between 1/4 and the whole of the original positions, the divisor grows smoothly.
+    # For wavelengths from 1/4 of LLAMA3_ORIGINAL_POSITIONS to all of them, the divisor grows smoothly from 1 to
+    # `factor`.
     smooth = np.clip((LLAMA3_ORIGINAL_POSITIONS / wavelengths - 1.0) / 3.0, 0.0, 1.0)
     divisors: npt.NDArray[np.float64] = 1.0 / ((1.0 - smooth) / factor + smooth)
     return divisors

@@ -1,6 +1,7 @@
 """Requests that begin alike: arrivals made of a trace with block ids, scaled down, and the cached share to expect.
 
-The trace has no text: tokens of a block are drawn by its id, so that equal ids are equal tokens.
+`ringserve bench --divide` uses it. The trace has no text: tokens of a block are drawn by its id, so that equal ids are
+equal tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from ringserve.services.offline.simulator.trace import BLOCK_TOKENS, TracedConve
 
 KIND = "trace"
 SIMULATED_MODEL = "llama3-8b"
-"""Model of the simulated rings; their room, and which prompts share it, decide the cached share."""
+"""Model of the simulated rings. It hardly matters: the cached share depends on the rings' room and on which prompts
+begin alike."""
 
 
 def read_requests(path: Path, limit: int) -> list[TracedConversation]:
@@ -47,7 +49,10 @@ def scaled(trace: Sequence[TracedConversation], divide: int, pace: float) -> lis
 
 
 def count_differing(outcomes: Sequence[Outcome], model_path: Path, limit: int) -> tuple[int, int]:
-    """Compare answers of every so many requests with stock transformers. Return how many, and how many differ."""
+    """Compare answers with stock transformers. Return how many were compared, and how many of these differ.
+
+    Up to `limit` successful requests are picked, evenly in the order of their prompts.
+    """
     # Here, not above: other commands do without torch, whose import takes longer than all else of them.
     from ringserve.services.offline.reference import StockModel
 
@@ -59,7 +64,11 @@ def count_differing(outcomes: Sequence[Outcome], model_path: Path, limit: int) -
 
 
 def expected_shares(trace: Sequence[TracedConversation], rings: Sequence[RingInfo], divide: int) -> tuple[float, float]:
-    """Return the cached share of simulated rings as many and as large as these, and of one LRU cache."""
+    """Return two expected cached shares: of a simulation with as many rings, and of one LRU cache.
+
+    Each role, and the cache, has the room of the smaller of the two pools, times `divide`, because the lengths in
+    `trace` are not divided.
+    """
     prefill, decode = ([ring for ring in rings if ring.role == role] for role in ("prefill", "decode"))
     room = divide * min(sum(ring.capacity_tokens for ring in pool) for pool in (prefill, decode))
     model = planned_model(SIMULATED_MODEL)

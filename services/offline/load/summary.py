@@ -47,7 +47,7 @@ class KindSummary:
 
 
 FIRST_TURNS = 10
-"""Turns after which a ring's predictions have been corrected by those before."""
+"""Number of first turns that `PredictionErrors` counts apart: later turns are predicted with corrections by these."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +59,7 @@ class PredictionErrors:
 
     @classmethod
     def of(cls, outcomes: Sequence[Outcome]) -> PredictionErrors | None:
-        """Return the errors of the turns that ended well and measured both, or None without any."""
+        """Return the errors over successful turns with a predicted and a measured prefill; None if there are none."""
         in_time = sorted(
             (each for each in outcomes if each.status == OK and min(each.prefill) > 0), key=lambda each: each.sent
         )
@@ -72,7 +72,10 @@ class PredictionErrors:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadReport:
-    """Load report; rates are over the `seconds` from the first request sent to the last one ended."""
+    """Load report; rates are over the `seconds` from the first request sent to the last one ended.
+
+    `load` is the machine's 1-minute load before and after the run.
+    """
 
     settings: str
     seconds: float
@@ -91,7 +94,7 @@ class LoadReport:
 def summarize(
     outcomes: Sequence[Outcome], bounds: Bounds, settings: str, load: tuple[float, float] = (0.0, 0.0)
 ) -> LoadReport:
-    """Summarize at least one outcome."""
+    """Summarize `outcomes`, of which there must be at least one."""
     seconds = max(outcome.ended for outcome in outcomes) - min(outcome.sent for outcome in outcomes)
     done = [outcome for outcome in outcomes if outcome.status == OK]
     num_prompt = sum(outcome.arrival.prompt_tokens for outcome in done)
@@ -135,7 +138,7 @@ def _summary(kind: str, outcomes: Sequence[Outcome], bounds: Bounds) -> KindSumm
 def write_load_plot(report: LoadReport, outcomes: Sequence[Outcome], path: Path) -> None:
     """Draw TTFT over the time of arrival, and the distributions of TTFT and of gaps between tokens.
 
-    Raises ConfigError for the path.
+    Raises ConfigError if `path` cannot be written.
     """
     from matplotlib.figure import Figure
 

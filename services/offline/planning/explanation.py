@@ -1,4 +1,7 @@
-"""Turn explanation: the chosen algorithm, the reason, and the predicted cost of every alternative."""
+"""Turn explanation: the chosen algorithm, the reason, and the predicted cost of every alternative.
+
+`ringserve explain` prints it. Pure functions.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,11 @@ from ringserve.workers.protocol.steps import Algorithm
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DirectPrefill:
-    """Prefill of a turn on the decode ring itself, beside the same turn over a prefill ring.
+    """Comparison of a turn's prefill on the decode ring itself with the same turn by way of a prefill ring.
 
-    `cost` is for one step on a decode ring of `shape` that retains all cached tokens. Over a prefill ring, the
-    missing cached tokens are fetched, the new tokens are computed, and their KV is handed over. Seconds.
+    `cost` is for one step on a decode ring of `shape` that retains all cached tokens. For a prefill ring, the cached
+    tokens that it lacks are fetched from the decode ring, the new tokens are computed, and their KV is handed over.
+    Seconds.
     """
 
     shape: RingShape
@@ -34,12 +38,12 @@ class DirectPrefill:
     handoff_seconds: float
 
     @property
-    def over_prefill_seconds(self) -> float:
+    def via_prefill_ring_seconds(self) -> float:
         return self.move_seconds + self.prefill_seconds + self.handoff_seconds
 
     @property
     def is_sooner(self) -> bool:
-        return self.cost.total_seconds < self.over_prefill_seconds
+        return self.cost.total_seconds < self.via_prefill_ring_seconds
 
 
 def predict_direct(
@@ -53,7 +57,11 @@ def predict_direct(
     missing_tokens: int,
     prefill_seconds: float,
 ) -> DirectPrefill:
-    """Predict both kinds of prefill on idle rings. Raises ConfigError for more missing tokens than cached ones."""
+    """Predict the prefill on the decode ring, and the transfers from and to the prefill ring; all rings are idle.
+
+    `prefill_seconds` is for the prefill ring, which lacks `missing_tokens`. Raises ConfigError if these are more than
+    `cached_tokens`.
+    """
     if not 0 <= missing_tokens <= cached_tokens:
         raise ConfigError(f"--missing: {missing_tokens} is out of range; allowed are 0 to the {cached_tokens} cached")
 
@@ -89,7 +97,7 @@ DECODE_RING = Algorithm.DECODE_RING.value
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alternative:
-    """Alternative that computes the turn; exactly one of an explanation is chosen."""
+    """Way to compute the turn; `is_chosen` is true for exactly one of an Explanation's."""
 
     name: str
     cost: PrefillCost
@@ -98,7 +106,10 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SparseOption:
-    """Approximate way to compute a turn: predicted seconds, and the loss in nats a token that was measured for it."""
+    """Approximate way to compute a turn: a share `keep` of other ranks' keys is sent. Seconds are predicted.
+
+    `loss` is by measurements, in nats a token; `measured_tokens` is the prompt length of the nearest one.
+    """
 
     keep: float
     seconds: float
@@ -110,9 +121,9 @@ class SparseOption:
 class Explanation:
     """Choice for one turn with all alternatives.
 
-    `chosen` is the selection of a prefill ring; it is not used if `direct` is sooner and no algorithm is forced.
-    `unforced` is what `auto` would have chosen, if an algorithm is forced. `step` is the decode step that follows.
-    `sparse` are the approximate ways, the least loss first.
+    `chosen` is the algorithm selected for the prefill ring. If `direct` is sooner and the policy is `auto`, the decode
+    ring computes the turn instead. `unforced` is what `auto` would have chosen, if an algorithm is forced. `step` is
+    the decode step that follows. `sparse` are the approximate ways, the least loss first.
     """
 
     new_tokens: int
@@ -170,8 +181,8 @@ def explain_turn(
     """Explain the selection of `policy` for T new tokens after P cached ones, computed in one step.
 
     `decode` is the ring that retains all cached tokens; the prefill ring lacks `missing_tokens` of them. Raises
-    InvalidRequest for a turn without new tokens, or one for which no `losses` were measured. Raises ConfigError for an
-    unknown policy, or more missing tokens than cached ones.
+    InvalidRequest for a turn without new tokens, or one that is longer, or on more ranks, than the measurements in
+    `losses`. Raises ConfigError for an unknown policy, or more missing tokens than cached ones.
     """
     turn = Turn(new_tokens=new_tokens, cached_tokens=cached_tokens, num_ranks=shape.cp)
     share = model.shape.share(shape.tp)

@@ -1,4 +1,4 @@
-"""Plan figures. matplotlib is an optional extra."""
+"""Figures of `ringserve plan`, whose axes the figures of published papers use, too. matplotlib is an optional extra."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 def write_plan_figure(title: str, forecasts: Sequence[RingForecast], path: Path) -> None:
-    """Draw TTFT and TTIT over the context, one line for each ring that fits. Raises ConfigError for the path."""
+    """Draw TTFT and TTIT over the context, one line for each ring that fits.
+
+    Raises ConfigError if `path` cannot be written.
+    """
     figure = new_figure(11.0, 4.8, title)
     for place, name in enumerate(("ttft_seconds", "ttit_seconds"), start=1):
         axes = figure.add_subplot(

@@ -1,4 +1,7 @@
-"""Models to plan for: a shipped shape by its name, or any directory with a config.json."""
+"""Models to plan for: a shipped shape by its name, or any directory with a config.json.
+
+Planning, simulation and benchmarks use them.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def shipped_models() -> Mapping[str, Mapping[str, Any]]:
 def planned_model(name: str, device: str = "cuda") -> PlannedModel:
     """Return a shipped model, the model in a directory, or `builtin:tiny`. Raises ConfigError or ModelRefused.
 
-    The KV of a directory's model has its dtype on the device `cuda`, and is float32 on `cpu`.
+    For a model in a directory, KV has the model's own dtype, or float32 for a float16 model if `device` is `cpu`.
     """
     if (sizes := shipped_models().get(name)) is not None:
         return _from_sizes(name, sizes)
@@ -60,7 +63,7 @@ def planned_model(name: str, device: str = "cuda") -> PlannedModel:
 
 
 def to_model_info(model: PlannedModel) -> ModelInfo:
-    """Convert a model for the planner of a router."""
+    """Return the ModelInfo that a router's Planner takes. Fields that it does not read are left empty."""
     shape = model.shape
     return ModelInfo(
         name=model.name,

@@ -1,8 +1,9 @@
 """Cluster proposal: number and shape of the rings that serve a traffic mix with the fewest processes.
 
-A prefill ring is a queue that serves one turn at a time in order of arrival; arrivals are random and spread evenly.
-Its mean wait is r E[S^2] / (2 (1 - r E[S])) for r turns a second (Pollaczek and Khinchine). A decode ring holds
-r * tokens * TTIT sequences at a time (Little).
+`ringserve plan` uses it. A prefill ring is a queue that serves one turn at a time in order of arrival. Arrivals are
+random (Poisson), and every ring of a pool gets an equal part of them. If a prefill ring gets r turns a second, each of
+S seconds, the mean wait is r E[S^2] / (2 (1 - r E[S])) (Pollaczek and Khinchine). If a decode ring gets r turns a
+second, it holds r * output tokens * TTIT sequences at a time (Little).
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class Traffic:
 class PrefillPool:
     """Prefill rings of one shape.
 
-    `busy` is the share of time that a ring computes. `ttft_seconds` are the means of each context: wait, prefill,
-    exposed migration and the first decode step.
+    `busy` is the share of time that a ring computes. `ttft_seconds` has the mean TTFT of each context: the sum of wait,
+    prefill, exposed migration and the first decode step.
     """
 
     shape: RingShape
@@ -100,7 +101,8 @@ def propose(
     decodes = [_decode_pool(model, profile, workload, traffic, forecast) for forecast in fitting]
     within_limit = [pool for pool in decodes if pool]
     if not within_limit:
-        raise ConfigError(_decode_refusal(workload, traffic, fitting))
+        has_room = any(_spare_tokens(model, profile, workload, traffic, forecast.shape) >= 0.0 for forecast in fitting)
+        raise ConfigError(_decode_refusal(workload, traffic, fitting, has_room=has_room))
     decode = min(within_limit, key=lambda pool: (pool.num_processes, pool.ttit_seconds))
     prefills = [_prefill_pool(model, profile, workload, traffic, forecast, decode) for forecast in fitting]
     quick = [pool for pool in prefills if pool]
@@ -170,17 +172,8 @@ def _decode_pool(
     """Return the fewest rings of one shape; None if a batch of one does not fit or exceeds the limit."""
     shape = forecast.shape
     mean = sum(context.share * context.tokens for context in workload.contexts) + traffic.output_tokens
-    memory = process_memory(
-        model.shape,
-        model.weights,
-        profile,
-        cp=shape.cp,
-        tp=shape.tp,
-        step_tokens=traffic.max_batch,
-        context_tokens=0,
-    )
     # The longest context must always fit; the other sequences of the batch have the mean length.
-    spare = memory.max_tokens(shape.cp) - (workload.longest + traffic.output_tokens)
+    spare = _spare_tokens(model, profile, workload, traffic, shape)
     if spare < 0:
         return None
     most = min(traffic.max_batch, 1 + int(spare // mean))
@@ -213,14 +206,30 @@ def _decode_pool(
     )
 
 
-def _decode_refusal(workload: Workload, traffic: Traffic, fitting: Sequence[RingForecast]) -> str:
-    if traffic.max_ttit_seconds is None:
+def _spare_tokens(
+    model: PlannedModel, profile: HardwareProfile, workload: Workload, traffic: Traffic, shape: RingShape
+) -> float:
+    """Return for how many tokens a decode ring has room beside the longest context; below 0 if that does not fit."""
+    memory = process_memory(
+        model.shape,
+        model.weights,
+        profile,
+        cp=shape.cp,
+        tp=shape.tp,
+        step_tokens=traffic.max_batch,
+        context_tokens=0,
+    )
+    return memory.max_tokens(shape.cp) - (workload.longest + traffic.output_tokens)
+
+
+def _decode_refusal(workload: Workload, traffic: Traffic, fitting: Sequence[RingForecast], *, has_room: bool) -> str:
+    if traffic.max_ttit_seconds is None or not has_room:
         tokens = format_tokens(workload.longest)
         return f"--output: {traffic.output_tokens} tokens after {tokens} fit no ring; allowed are fewer"
     best = min(context.ttit_seconds for forecast in fitting for context in forecast.contexts)
     return (
         f"--ttit: {format_seconds(traffic.max_ttit_seconds)} cannot be met; the fastest ring takes "
-        f"{format_seconds(best)} a token, alone and with the shortest context"
+        f"{format_seconds(best)} a token for a single sequence with the shortest context"
     )
 
 

@@ -1,4 +1,4 @@
-"""Planning reports: tables for people, JSON for programs."""
+"""Reports of `ringserve plan` and `ringserve explain`: tables for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def proposal_table(proposal: Proposal) -> Table:
         str(shape.tp),
         str(prefill.num_processes),
         f"busy {prefill.busy:.0%}",
-        f"mean TTFT {ttft}, of it waiting {format_seconds(prefill.wait_seconds)}",
+        f"mean TTFT {ttft}, of which {format_seconds(prefill.wait_seconds)} is waiting",
     )
     shape = decode.shape
     table.add_row(
@@ -81,7 +81,7 @@ def proposal_table(proposal: Proposal) -> Table:
 
 def proposal_lines(proposal: Proposal, workload: Workload, traffic: Traffic) -> list[str]:
     """Return the summary of a proposal in words."""
-    mix = ", ".join(f"{each.share:.0%} of {format_tokens(each.tokens)}" for each in workload.contexts)
+    mix = ", ".join(f"{each.share:.0%} with {format_tokens(each.tokens)} tokens" for each in workload.contexts)
     return [
         f"prefill:decode {proposal.ratio} by processes, {proposal.num_processes} in all, for "
         f"{traffic.turns_per_second:.3g} turns/s ({mix}), {traffic.output_tokens} tokens out each",
@@ -107,9 +107,7 @@ def _explanation_dict(explanation: Explanation) -> dict[str, object]:
 
 def comparison_table(comparison: RingComparison) -> Table:
     """Return a table with a line for each ring; * marks the ring that a router would take."""
-    table = _table(
-        "", "cp", "tp", "processes", "algorithm", "prefill", "linear", "attention", "exposed", "a token after"
-    )
+    table = _table("", "cp", "tp", "processes", "algorithm", "prefill", "linear", "attention", "exposed", "decode step")
     for ring in comparison.rings:
         (cost,) = (each.cost for each in ring.alternatives if each.is_chosen)
         parts = (cost.total_seconds, cost.linear_seconds, cost.attention_seconds, cost.exposed_seconds)
@@ -167,18 +165,21 @@ def explanation_lines(explanation: Explanation) -> list[str]:
             else []
         ),
         *(
-            f"{each.keep:g} of other ranks' keys would take {format_seconds(each.seconds)}, at a loss of "
-            f"{each.loss:.3g} nats a token, measured at {each.measured_tokens} tokens"
+            f"with a share of {each.keep:g} of other ranks' keys, an approximate prefill would take "
+            f"{format_seconds(each.seconds)}, at a loss of {each.loss:.3g} nats a token by measurements at "
+            f"{each.measured_tokens} tokens"
             for each in explanation.sparse
         ),
-        f"then {format_seconds(step.total_seconds)} a token on such a ring, by {step.variant}",
+        f"after that, {format_seconds(step.total_seconds)} a token on a decode ring of the same shape, by "
+        f"{step.variant}",
     ]
 
 
 def _direct_line(direct: DirectPrefill) -> str:
-    seconds, over = format_seconds(direct.cost.total_seconds), format_seconds(direct.over_prefill_seconds)
+    seconds, via_prefill = format_seconds(direct.cost.total_seconds), format_seconds(direct.via_prefill_ring_seconds)
     parts = ((direct.move_seconds, "pull"), (direct.prefill_seconds, "prefill"), (direct.handoff_seconds, "hand-off"))
     steps = ", ".join(f"{name} {format_seconds(part)}" for part, name in parts)
     verdict = "sooner" if direct.is_sooner else "no sooner"
-    ring = f"a decode ring of {direct.shape.cp} ranks"
-    return f"{ring} takes {seconds} itself, {verdict} than by a prefill ring: {over} ({steps})"
+    ring = f"a decode ring of {direct.shape.cp} rank{'' if direct.shape.cp == 1 else 's'}"
+    other = f"by way of a prefill ring, in {via_prefill} ({steps})"
+    return f"{ring} computes the turn itself in {seconds}, {verdict} than {other}"

@@ -1,4 +1,7 @@
-"""Forecast of one ring of cp x tp processes: memory, TTFT, TTIT and throughput, per context."""
+"""Forecast of one ring of cp x tp processes: memory, TTFT, TTIT and throughput, per context.
+
+`ringserve plan`, `explain` and `simulate` use it. Pure functions.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +42,8 @@ class ContextForecast:
     """Forecast of one context on an otherwise idle ring. Seconds; bytes of one process.
 
     `ttft_seconds` contains neither queue nor migration; `ttit_seconds` is for a batch of one, whose steps check
-    `num_drafts` drafts and give `tokens_per_step`. The ring's KV holds
-    `max_contexts` of this length, beside the buffers of a step of this context alone.
+    `num_drafts` drafts and give `tokens_per_step`. The ring has room for the KV of `max_contexts` contexts of this
+    length; what the buffers of a step of this context take is already subtracted.
     """
 
     tokens: int
@@ -76,10 +79,11 @@ class RingForecast:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """Turns of these contexts, of each a `cached_share` (0 to below 1) cached from earlier turns.
+    """Turns with contexts of the lengths in `contexts`.
 
-    New tokens are cut into chunks of `chunk_tokens`; None computes each turn in one step. Answers are drafted if an
-    `accepted_share` of the drafts is right.
+    The share `cached_share` (0 to below 1) of each is cached from earlier turns. New tokens are cut into chunks of
+    `chunk_tokens`; None computes each turn in one step. If `accepted_share` is above 0, decode steps may check drafts,
+    each of which is right with this probability.
     """
 
     contexts: tuple[ContextShare, ...]
@@ -161,7 +165,7 @@ def fastest_turn(
 
 
 def first_that_fits(forecasts: Sequence[RingForecast]) -> RingForecast:
-    """Return the smallest ring that holds everything. Raises ConfigError with the refusal of the largest ring."""
+    """Return the forecast of the smallest ring that fits the mix. Raises ConfigError with the largest's refusal."""
     fitting = [forecast for forecast in forecasts if not forecast.refusal]
     if not fitting:
         largest = max(forecasts, key=lambda forecast: forecast.shape.num_processes)

@@ -1,6 +1,7 @@
-"""Rings of a simulated cluster, their registrations, the duration of their steps, and the load that fills them.
+"""Rings of a simulated cluster, their registrations, and the duration of their steps.
 
-Used by `simulation.Simulation`, the placements and `ringserve simulate`.
+It also finds how many conversations keep the rings busy for a given share of the time. Used by
+`simulation.Simulation`, the placements and `ringserve simulate`.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ class Cluster:
         ring.entry.free_tokens = ring.kv.capacity
 
     def pull_seconds(self, tokens: int) -> float:
-        """Return the seconds to fetch KV from a decode ring, which no computation hides."""
+        """Return the seconds to fetch KV from a decode ring; computation hides none of them."""
         return self._migration_seconds(tokens, 0.0) if tokens else 0.0
 
     def exposed_seconds(self, tokens: int, prefill_seconds: float) -> float:
@@ -162,7 +163,7 @@ class Cluster:
 
     def _prefill_rings(self, registration: RingRegistration) -> list[SimulatedPrefillRing]:
         times, pool = StepTimes(self._shape), self._shape.prefill
-        # A real leader starts from the same rate: matrix products alone.
+        # The scheduler's first estimate of its rate counts matrix products only, as a real leader's does.
         rate = pool.cp * pool.tp * registration.rates.gemm_flops / times.work.flops_per_unit
         rings = []
         for number in range(pool.num_rings):
@@ -242,13 +243,14 @@ def registration_of(shape: ClusterShape, role: str, *, capacity_tokens: int) -> 
 
 
 SAMPLE = 10_000
-"""Conversations in the mean load; the tail is long, so that smaller samples vary by more than 5%."""
+"""Conversations drawn to estimate the mean prefill time of one. A few are very long, so means of smaller samples vary
+by more than 5%."""
 
 
 def conversations_for(busy_share: float, cluster: ClusterShape, shape: TraceShape, seed: int) -> int:
     """Return the number of conversations, at least one, that keeps the prefill rings busy for a share of their time.
 
-    No token is assumed to be computed twice; the number in `shape` is ignored.
+    No token is assumed to be computed twice. `shape.num_conversations` is ignored.
     """
     times = StepTimes(cluster)
     sample = SyntheticTrace(replace(shape, num_conversations=SAMPLE), seed)

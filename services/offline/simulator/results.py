@@ -1,4 +1,7 @@
-"""Results of a simulated run: a tally of millions of turns in plain arrays, its percentiles, and their plot."""
+"""Results of a simulated run: a tally of millions of turns in plain arrays, its percentiles, and their plot.
+
+The simulation fills the tally; `ringserve simulate` draws the plot.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,10 @@ SIZES = {"short": 8_000, "document": 250_000, "longest": 1 << 62}
 class TurnRecord:
     """Finished turn.
 
-    `asked` is the time of its first request; `queue_seconds` run until its first step, without the fetch of KV;
-    `ttft_seconds` until its first token, `decode_seconds` on the decode ring until its last. `new_tokens` of the prompt
-    were never computed before.
-    Of the tokens before them `moved_tokens` came from the decode ring, `recomputed_tokens` were computed again, and
-    the other tokens were cached.
+    `asked` is when the turn was first sent. From then, `queue_seconds` are those until its first prefill step, less the
+    fetch of KV, and `ttft_seconds` those until its first token. `decode_seconds` run from its admission to the decode
+    ring until its last token. `new_tokens` of the prompt were never computed before. Of the tokens before them
+    `moved_tokens` came from another ring, `recomputed_tokens` were computed again, and the other tokens were cached.
     """
 
     asked: float
@@ -52,8 +54,10 @@ class SimulationResult:
 
     `cached_share` is of all prompt tokens, `busy_share` of the prefill rings' time, `batch_share` of the places in
     decode batches over the whole run, `pass_q_share` of the turns. `ttft_of_size` is by new tokens (`SIZES`),
-    `ttft_over_time` by the time of a turn's first request. `num_refusals` counts rings without room for a turn,
-    `num_retries` turns that found no ring and asked again. `computed_tokens` counts the rings' steps.
+    `ttft_over_time` by when a turn was first sent. `num_refusals` counts how often a ring refused a turn, for want of
+    room for its KV or in its queue; `num_retries` how often a turn found no ring and asked again later.
+    `computed_tokens` is the number of tokens that the prefill rings computed. `prefill_ring_seconds` and
+    `decode_ring_seconds` are the seconds that rings of the role were on, summed over the rings.
     """
 
     placement: str
@@ -80,17 +84,16 @@ class SimulationResult:
     largest_batch: int
     prefill_ring_seconds: float
     decode_ring_seconds: float
-    """Seconds that rings were on, together."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """Tally of the turns that have ended."""
+    """Tally of the turns that have ended. `ttft_in_order` has the TTFT of each turn in the order of `asked`."""
 
     ttft: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in SIZES})
     queue: array[float] = field(default_factory=lambda: array("d"))
     asked: array[float] = field(default_factory=lambda: array("d"))
-    ttft_as_asked: array[float] = field(default_factory=lambda: array("d"))
+    ttft_in_order: array[float] = field(default_factory=lambda: array("d"))
     num_refusals: int = 0
     num_retries: int = 0
     num_pass_q: int = 0
@@ -107,7 +110,7 @@ class Tally:
         self.ttft[size].append(record.ttft_seconds)
         self.queue.append(record.queue_seconds)
         self.asked.append(record.asked)
-        self.ttft_as_asked.append(record.ttft_seconds)
+        self.ttft_in_order.append(record.ttft_seconds)
         self.num_pass_q += record.is_pass_q
         self.prompt_tokens += record.prompt_tokens
         self.new_tokens += record.new_tokens
@@ -123,7 +126,10 @@ BIN_SECONDS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14
 
 
 def bin_seconds(seconds: float) -> float:
-    """Return the shortest length of BIN_SECONDS of which at most MAX_BINS cover `seconds`, else whole days."""
+    """Return the shortest length in BIN_SECONDS of which MAX_BINS bins cover `seconds`.
+
+    If none is long enough, return the smallest number of whole days that is.
+    """
     fitting = (length for length in BIN_SECONDS if seconds <= MAX_BINS * length)
     return float(next(fitting, BIN_SECONDS[-1] * -(-seconds // (MAX_BINS * BIN_SECONDS[-1]))))
 
@@ -141,9 +147,9 @@ def binned(asked: Sequence[float], values: Sequence[float]) -> tuple[TimeBin, ..
 
 
 def write_simulation_plot(results: Sequence[SimulationResult], path: Path) -> None:
-    """Draw TTFT over the time of the trace, and by size: marks and bars for each placement, p99 over p50.
+    """Draw p50 and p99 of TTFT for each placement: lines over the time of the trace, and bars by size.
 
-    Raises ConfigError for the path.
+    Raises ConfigError if `path` cannot be written.
     """
     from matplotlib.figure import Figure
 

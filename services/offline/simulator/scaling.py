@@ -1,7 +1,7 @@
-"""Rings of a simulated cluster that are off while fewer will do: by the router's own rule, or by how busy they are.
+"""Scaling of a simulated cluster: rings are off while fewer suffice, by the router's own rule or by how busy they are.
 
-Used by `simulation.Simulation`. A ring that is to end takes no turns, ends those that it has, and forgets its KV. One
-that is to come back serves after a while, and costs from the beginning of that.
+Used by `simulation.Simulation`. A ring that is to be switched off takes no turns, ends those that it has, and forgets
+its KV. A ring that is switched on again serves after `start_seconds`, and counts as on from the start of that time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from ringserve.services.offline.simulator.cluster import Cluster
 from ringserve.services.offline.simulator.rings import Clock, SimulatedDecodeRing, SimulatedPrefillRing
 
 WAYS = ("none", "load", "busy")
-"""No ring ends; by the router's rule; by the share of time in which rings compute, as Kubernetes' HPA does by CPUs."""
+"""none: no ring is switched off. load: by the router's rule. busy: by the share of time in which rings compute, as
+Kubernetes' HPA does by the use of CPUs."""
 HPA_SECONDS = 15.0
 HPA_TOLERANCE = 0.1
 HPA_SHRINK_SECONDS = 300.0
@@ -27,9 +28,10 @@ SimulatedRing = SimulatedPrefillRing | SimulatedDecodeRing
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalingShape:
-    """How a simulated cluster scales: in which of WAYS, to which `least` number of rings of a role, at which speed.
+    """How a simulated cluster scales. `way` is one of WAYS, and each role keeps at least `least` rings.
 
-    By `busy`, rings are to compute for the settings' `busy_share` of their time.
+    A ring takes `start_seconds` to start. In the way `busy`, the goal is that rings compute for the share
+    `settings.busy_share` of their time.
     """
 
     way: str = "none"
@@ -93,7 +95,7 @@ class ClusterScaling:
         self._counted_until = self._clock.now
 
     def look(self) -> None:
-        """Let every role have the rings that it needs."""
+        """Switch off rings that have drained, then drain or start rings of each role by its way."""
         self.count()
         for pool in self.pools.values():
             for name in [name for name in pool.draining if not pool.rings[name].entry.num_turns]:
@@ -120,7 +122,7 @@ class ClusterScaling:
             ring = emptiest((pool.rings[name].entry for name in pool.serving), self._clock.now)
             pool.serving.discard(ring.name)
             pool.draining.add(ring.name)
-            _drain(ring, True)
+            _set_draining(ring, True)
 
     def _start(self, pool: _Pool) -> None:
         """Let a ring serve again: at once if it drains, and once it has loaded its model if it is off."""
@@ -128,7 +130,7 @@ class ClusterScaling:
             name = min(pool.draining)
             pool.draining.discard(name)
             pool.serving.add(name)
-            _drain(pool.rings[name].entry, False)
+            _set_draining(pool.rings[name].entry, False)
             return
         off = sorted(pool.rings.keys() - pool.serving - pool.starting)
         if not off:
@@ -139,10 +141,10 @@ class ClusterScaling:
             self.count()
             pool.starting.discard(off[0])
             pool.serving.add(off[0])
-            _drain(pool.rings[off[0]].entry, False)
+            _set_draining(pool.rings[off[0]].entry, False)
 
         self._clock.after(self._shape.start_seconds, serve)
 
 
-def _drain(ring: RegisteredRing, is_draining: bool) -> None:
+def _set_draining(ring: RegisteredRing, is_draining: bool) -> None:
     ring.registration = replace(ring.registration, is_draining=is_draining)

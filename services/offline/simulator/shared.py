@@ -1,6 +1,7 @@
 """Prompts of a trace that begin alike and share KV, by the router's own index; and the hits of an ideal cache.
 
-Used by `simulation.Simulation` for traces with block ids. The index takes a block for a token.
+Used by `simulation.Simulation` for traces with block ids. Each block id is given to the router's index as if it were a
+token.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def location(ring: RegisteredRing, num_tokens: int) -> KvLocation:
 
 
 class SharedPrompts:
-    """Histories of finished requests, and the tokens that later prompts share with them."""
+    """Histories of computed prompts, and the tokens that later prompts share with them."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -37,7 +38,7 @@ class SharedPrompts:
         self._prefixes = PromptPrefixes(self._store, cluster.registry, _num_blocks, min_shared=1)
 
     def find(self, wanted: WantedTurn, block_ids: Sequence[int], choice: Choice | None = None) -> WantedTurn:
-        """Return the turn with the KV that it can share; with `choice` on these rings alone."""
+        """Return the turn with the KV that it can share. If `choice` is given, only KV on the chosen rings counts."""
         prompt = np.asarray(block_ids, dtype=np.int64)
         found = self._prefixes.find("", prompt) if choice is None else self._find_on(choice, prompt)
         most = wanted.num_tokens - 1
@@ -50,7 +51,7 @@ class SharedPrompts:
         )
 
     def _find_on(self, choice: Choice, prompt: np.ndarray) -> SharedKv:
-        """Return the KV that rings find if each knows only its own."""
+        """Return the KV that the chosen rings have for the prompt, each looked up by itself."""
         found = dict[str, tuple[KvLocation, str]]()
         for conversation, shared in self._prefixes.matches("", prompt[:-1]):
             for role, ring in (("prefill", choice.prefill), ("decode", choice.decode)):
@@ -65,7 +66,10 @@ class SharedPrompts:
         )
 
     def _on_ring(self, role: str, found: SharedKv, most: int) -> KvLocation | None:
-        """Return the tokens that the ring has in truth: it may have evicted some. The index then forgets these."""
+        """Return the location that the index has found, in tokens.
+
+        If the ring has evicted some of them since, the index forgets these for later turns.
+        """
         place = found.prefill if role == "prefill" else found.decode
         if place is None:
             return None
@@ -77,7 +81,7 @@ class SharedPrompts:
         return location(ring.entry, min(place.num_tokens * BLOCK_TOKENS, most))
 
     def note(self, kv_id: str, block_ids: Sequence[int], choice: Choice) -> None:
-        """Enter a finished request, whose prompt both rings retain."""
+        """Enter a request whose prompt is computed and on both rings."""
         conversation, _ = self._store.open(kv_id, kv_id)
         blocks = len(block_ids)
         conversation.places = KvLocations().changed(
@@ -92,9 +96,9 @@ def _num_blocks(conversation: Conversation) -> int:
 
 
 def ideal_share(trace: Iterable[TracedConversation], room: int | None = None) -> float:
-    """Return the share of prompt tokens that one cache for all serves, of `room` tokens; None: without a limit.
+    """Return the share of all prompt tokens that one LRU cache of `room` tokens holds when they are asked for.
 
-    It is asked in order of arrival and evicts the block that was used least recently.
+    `room` None is no limit. `trace` is in order of arrival.
     """
     cache: OrderedDict[int, None] = OrderedDict()
     served = total = 0
@@ -105,7 +109,7 @@ def ideal_share(trace: Iterable[TracedConversation], room: int | None = None) ->
             size = min(BLOCK_TOKENS, prompt - place * BLOCK_TOKENS)
             is_hit = is_hit and block in cache
             served += size * is_hit
-        for block in reversed(request.block_ids):  # the beginning is the latest used
+        for block in reversed(request.block_ids):  # so that the prompt's first block is used last, and evicted last
             cache[block] = None
             cache.move_to_end(block)
         while room is not None and len(cache) * BLOCK_TOKENS > room:

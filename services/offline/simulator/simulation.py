@@ -79,8 +79,9 @@ class _Turn:
 
 
 class Simulation:
-    """Run of a trace under one placement; `trace` is iterated twice, in the order in which conversations begin.
+    """Run of a trace under one placement.
 
+    `trace` is iterated several times, and must give the same conversations each time, in the order in which they begin.
     Raises ConfigError for an unknown placement, or if a ring cannot hold the longest conversation.
     """
 
@@ -242,7 +243,7 @@ class Simulation:
     def _plan(
         self, conversation: _Conversation, wanted: WantedTurn, choice: Choice, on_prefill: int, on_decode: int
     ) -> TurnPlan:
-        """Plan a turn of which the chosen rings retain that many tokens."""
+        """Plan a turn of which the chosen rings retain `on_prefill` and `on_decode` tokens."""
         return self._planner.plan(
             PromptOnRings(
                 num_tokens=wanted.num_tokens,
@@ -314,7 +315,7 @@ class Simulation:
         turn.choice.decode.num_turns -= 1
         ring, is_spare = self.cluster.decode[turn.choice.decode.name], self._is_spare(conversation.kv_id, "decode")
         ring.kv.unpin(conversation.kv_id, prompt + output, is_spare=is_spare)
-        # A request that shares KV computes only tokens that were found nowhere: none counts as computed again.
+        # In a trace with block ids, all tokens that the plan computes are new, so none counts as computed again.
         new_tokens = plan.new_tokens if self._shared is not None else conversation.turn.new_tokens
         self._tally.note(
             TurnRecord(
@@ -338,7 +339,10 @@ class Simulation:
         self._next_turn(conversation)
 
     def _is_spare(self, kv_id: str, role: str) -> bool:
-        """Return whether rings of the role retain a request's KV as long as they have room only, as real ones do."""
+        """Return whether the role's ring is to evict a request's KV before other KV, as real rings do.
+
+        The other role's ring has a copy.
+        """
         return isinstance(self._policy, RingPlacer) and self._shared is not None and spare_role(kv_id) == role
 
     def _leave(self, conversation: _Conversation, choice: Choice) -> None:
@@ -372,7 +376,7 @@ class Simulation:
             ttft=Summary.of(every),
             queue=Summary.of(tally.queue),
             ttft_of_size={name: Summary.of(values) for name, values in tally.ttft.items()},
-            ttft_over_time=binned(tally.asked, tally.ttft_as_asked),
+            ttft_over_time=binned(tally.asked, tally.ttft_in_order),
             ttit_mean=tally.decode_seconds / max(1, tally.output_tokens),
             busy_share=sum(busy) / len(busy) / seconds if seconds else 0.0,
             busiest_share=max(busy) / seconds if seconds else 0.0,

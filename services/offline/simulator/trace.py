@@ -1,4 +1,7 @@
-"""Traces of simulated clients: conversations of turns, each sent some time after the answer before it."""
+"""Traces of simulated clients: conversations of turns, each sent some time after the answer before it.
+
+`ringserve simulate` and `ringserve bench --divide` read or draw them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from ringserve.cp_core.errors import ConfigError
 DAY = 86_400.0
 MAX_TOKENS = 1_000_000_000
 BLOCK_TOKENS = 512
-"""Tokens of a block in traces of requests that begin alike; Mooncake's."""
+"""Tokens that one block id stands for, in traces with block ids; the value of Mooncake's traces."""
 SPREAD = 1.5
 """Factor by which first prompts of one size vary, up and down."""
 REQUEST_FIELDS = {"timestamp", "input_length", "output_length", "hash_ids"}
@@ -37,8 +40,8 @@ class TracedTurn:
 class TracedConversation:
     """Conversation that begins at `start_seconds` plus the first turn's think time.
 
-    With `block_ids` it is a request without a conversation, of one turn: an id for each BLOCK_TOKENS tokens of its
-    prompt. Prompts of equal ids up to a place begin alike.
+    With `block_ids` it is a single request, outside any conversation, and has one turn. `block_ids[i]` stands for the
+    i-th BLOCK_TOKENS tokens of the prompt; prompts whose first ids are equal begin with the same tokens.
     """
 
     start_seconds: float
@@ -129,8 +132,8 @@ def _turn(shape: TraceShape, draw: random.Random, new: int, think: float) -> Tra
 def read_trace(path: Path) -> list[TracedConversation]:
     """Read one JSON object a line: {"start_seconds": s, "turns": [{"new_tokens", "output_tokens", "think_seconds"}]}.
 
-    Or one of Mooncake: {"timestamp": milliseconds, "input_length", "output_length", "hash_ids"}. A name that ends in
-    .gz is unpacked. Raises ConfigError, naming the line.
+    An object may also be a request in Mooncake's form: {"timestamp": milliseconds, "input_length", "output_length",
+    "hash_ids"}. A file whose name ends in .gz is decompressed. Raises ConfigError, naming the line.
     """
     try:
         data = path.read_bytes()
@@ -169,7 +172,10 @@ def _parse(line: str, where: str) -> TracedConversation:
     if isinstance(content, dict) and content.keys() == REQUEST_FIELDS:
         return _parse_request(content, where)
     if not isinstance(content, dict) or content.keys() != {"start_seconds", "turns"}:
-        raise ConfigError(f"{where} is no conversation; allowed is an object of start_seconds and turns")
+        raise ConfigError(
+            f"{where} is neither a conversation (start_seconds, turns) nor a request of Mooncake's form "
+            "(timestamp, input_length, output_length, hash_ids)"
+        )
     turns = content["turns"]
     if not isinstance(turns, Sequence) or not turns or not all(isinstance(turn, dict) for turn in turns):
         raise ConfigError(f"{where} has turns={turns!r}; allowed is a list of objects, one at least")
@@ -199,7 +205,8 @@ def _parse_request(content: dict[str, object], where: str) -> TracedConversation
 
 def _parse_turn(turn: dict[str, object], where: str) -> TracedTurn:
     if turn.keys() != FIELDS:
-        raise ConfigError(f"{where} has a turn of {', '.join(sorted(turn))}; allowed are {', '.join(sorted(FIELDS))}")
+        fields, needed = ", ".join(sorted(turn)), ", ".join(sorted(FIELDS))
+        raise ConfigError(f"{where} has a turn with the fields {fields}; needed are exactly {needed}")
     return TracedTurn(
         new_tokens=round(_number(turn["new_tokens"], f"{where} new_tokens", 1)),
         output_tokens=round(_number(turn["output_tokens"], f"{where} output_tokens", 1)),

@@ -170,8 +170,8 @@ def test_files_that_cannot_be_used_are_named(authority: Authority, tmp_path: Pat
     for cause, said in (
         (ServerTls(cert=f"{tmp_path}/none.pem", key=key), "tls.cert: .*none.pem cannot be read"),
         (ServerTls(cert=cert, key=f"{tmp_path}/none.key"), "tls.key: .*none.key cannot be read"),
-        (ServerTls(cert=cert, key=str(other.key)), "tls.cert: .* are no certificate and its key"),
-        (ServerTls(cert=str(nothing), key=key), "tls.cert: .* are no certificate and its key"),
+        (ServerTls(cert=cert, key=str(other.key)), "tls.cert: .* are not a certificate and its key"),
+        (ServerTls(cert=str(nothing), key=key), "tls.cert: .* are not a certificate and its key"),
         (ServerTls(cert=cert, key=key, client_ca=str(nothing)), "tls.client_ca: .* holds no certificate"),
     ):
         for make in (cause.grpc_credentials, cause.http_context):

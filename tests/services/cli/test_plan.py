@@ -145,8 +145,8 @@ def test_explain_compares_the_decode_ring_that_keeps_the_kv(capsys: pytest.Captu
     assert [each["name"] for each in forced["alternatives"] if each["is_chosen"]] == ["pass_kv"]
     # A ring of one rank has all the attention to itself.
     assert main(["explain", *MODEL, "--tokens", "4000", *turn[2:-1], "1"]) == 0
-    assert "a decode ring of 1 ranks takes " in (shown := capsys.readouterr().out)
-    assert "no sooner than by a prefill ring" in shown
+    assert "a decode ring of 1 ranks computes the turn itself in " in (shown := capsys.readouterr().out)
+    assert "no sooner than by way of a prefill ring" in shown
     assert main(["explain", *MODEL, *turn, "--missing", "200001"]) != 0
     assert "--missing: 200001 is out of range; allowed are 0 to the 200000 cached" in capsys.readouterr().err
 
@@ -251,4 +251,4 @@ def test_explain_tells_approximate_ways_with_their_measured_loss(
     exact = next(each for each in explained["alternatives"] if each["name"] == "pass_kv")["total_seconds"]
     assert exact > explained["sparse"][0]["seconds"] > explained["sparse"][1]["seconds"]
     assert main(["explain", *MODEL, *turn]) == 0
-    assert "0.25 of other ranks' keys would take" in capsys.readouterr().out
+    assert "with a share of 0.25 of other ranks' keys, an approximate prefill would take" in capsys.readouterr().out

@@ -150,7 +150,10 @@ def test_texts_are_split_as_transformers_splits_them() -> None:
         ({"metadata": {"split.count": 3}}, "one part of several"),
         ({"without": "blk.1.ffn_up.weight"}, "tensor blk.1.ffn_up.weight is missing"),
         ({"with_tensors": {"blk.0.attn_q.bias": np.zeros(64, np.float32)}}, "tensor blk.0.attn_q.bias is not part of"),
-        ({"with_tensors": {"rope_freqs.weight": np.full(8, 3.0, np.float32)}}, "rope_freqs.weight are none of"),
+        (
+            {"with_tensors": {"rope_freqs.weight": np.full(8, 3.0, np.float32)}},
+            "rope_freqs.weight are no Llama 3 scaling",
+        ),
         ({"pre": "mystery"}, "tokenizer.ggml.pre is 'mystery'; supported are"),
     ],
 )

@@ -154,8 +154,10 @@ def test_limits_that_no_ring_keeps_are_refused_with_the_best_that_can_be_had() -
         propose(MODEL, PROFILE, load, quick, candidates)
     with pytest.raises(ConfigError, match=r"--ttit: 20 ms cannot be met; the fastest ring takes 5\d(\.\d)? ms"):
         propose(MODEL, PROFILE, load, replace(quick, max_ttft_seconds=None, max_ttit_seconds=0.02), candidates)
-    with pytest.raises(ConfigError, match="--output: 900000000 tokens after 1m fit no ring"):
-        propose(MODEL, PROFILE, load, Traffic(turns_per_second=0.1, output_tokens=900_000_000), candidates)
+    long = Traffic(turns_per_second=0.1, output_tokens=900_000_000)
+    for too_long in (long, replace(long, max_ttit_seconds=0.02)):
+        with pytest.raises(ConfigError, match="--output: 900000000 tokens after 1m fit no ring"):
+            propose(MODEL, PROFILE, load, too_long, candidates)
     with pytest.raises(ConfigError, match=r"--rate: the traffic needs .* rings; allowed are 100000 or fewer"):
         propose(MODEL, PROFILE, load, Traffic(turns_per_second=1e6, output_tokens=16), candidates)
 

@@ -207,14 +207,14 @@ def test_a_line_of_a_trace_is_a_conversation(tmp_path: Path) -> None:
     ("line", "sentence"),
     [
         ("{", "line 1 is not JSON"),
-        ({"turns": [TURN]}, "line 1 is no conversation; allowed is an object of start_seconds and turns"),
+        ({"turns": [TURN]}, "line 1 is neither a conversation .* nor a request of Mooncake's form"),
         ({"start_seconds": -1, "turns": [TURN]}, "line 1 start_seconds is -1; allowed are 0 to 1000000000"),
         ({"start_seconds": "now", "turns": [TURN]}, "line 1 start_seconds is 'now'; a number is needed"),
         ({"start_seconds": 0, "turns": []}, r"line 1 has turns=\[\]"),
         ({"start_seconds": 0, "turns": [3]}, r"line 1 has turns=\[3\]"),
         (
             {"start_seconds": 0, "turns": [{"new_tokens": 1}]},
-            "line 1 has a turn of new_tokens; allowed are",
+            "line 1 has a turn with the fields new_tokens; needed are exactly",
         ),
         ({"start_seconds": 0, "turns": [TURN | {"new_tokens": 0}]}, "line 1 new_tokens is 0; allowed are 1 to"),
     ],
