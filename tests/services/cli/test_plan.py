@@ -145,7 +145,7 @@ def test_explain_compares_the_decode_ring_that_keeps_the_kv(capsys: pytest.Captu
     assert [each["name"] for each in forced["alternatives"] if each["is_chosen"]] == ["pass_kv"]
     # A ring of one rank has all the attention to itself.
     assert main(["explain", *MODEL, "--tokens", "4000", *turn[2:-1], "1"]) == 0
-    assert "a decode ring of 1 ranks computes the turn itself in " in (shown := capsys.readouterr().out)
+    assert "a decode ring of 1 rank computes the turn itself in " in (shown := capsys.readouterr().out)
     assert "no sooner than by way of a prefill ring" in shown
     assert main(["explain", *MODEL, *turn, "--missing", "200001"]) != 0
     assert "--missing: 200001 is out of range; allowed are 0 to the 200000 cached" in capsys.readouterr().err
