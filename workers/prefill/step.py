@@ -1,6 +1,7 @@
 """Prefill step of one rank: its tokens of every sequence, and their attention in each layer.
 
-Shapes: T new tokens of this rank over all sequences, H query heads, K KV heads, D head dimension.
+A rank's worker and its decode loop run it; it writes the rank's KV cache. Shapes: T new tokens of this rank over all
+sequences, H query heads, K KV heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -60,12 +61,13 @@ class ScoredRows:
 
 @dataclass(frozen=True, slots=True)
 class LocalShare:
-    """This rank's share of one sequence: rows [begin, end) of the packed step, and the slots of old and new KV.
+    """This rank's share of one sequence: rows [begin, end) of the packed step, and KV slots.
 
     The sequence's first new token is at position `start`.
 
-    `stored` has the ranges of those rows whose KV this rank stores. `slots` is an index of `written` if it has many
-    runs. With `is_relayed` the rank stores other tokens, which arrive along a chain.
+    `stored` has the ranges of those rows whose KV this rank stores. Old KV is in the slots `cached`, new KV goes to the
+    slots `written`; `slots` is an index of `written` if it has many runs. With `is_relayed` the rank stores other
+    tokens, which arrive along a chain.
     """
 
     start: int
@@ -91,7 +93,7 @@ def run_prefill(
 ) -> tuple[PrefillPass, Tensor]:
     """Run a step and return (pass, hidden states [T, hidden_size]) of this rank. Collective. Raises Unavailable.
 
-    `hidden_states` takes the place of the model's.
+    If given, `hidden_states` replaces the model's function.
     """
     columns = model.columns(cache.device)
     grammars = model.grammars if model.samples else None
@@ -153,7 +155,7 @@ class PrefillPass:
             SequencePlan(each.layout, each.cached, each.stored, each.sparsity, each.tail) for each in step.sequences
         )
         plan = PrefillPlan(sequences, step.order, step.num_segments)
-        # Ranks may synchronise before every so many layers.
+        # Ranks may synchronise before every layer whose number is a multiple of this.
         self._period = CHAIN_LAYERS if step.algorithm is Algorithm.CHAIN and columns is None else 1
         self._ring = RingPrefill(
             plan,
@@ -200,9 +202,9 @@ class PrefillPass:
         return out
 
     def own_layer(self, layer: int, dtype: torch.dtype, run: Callable[[OwnRows], Tensor]) -> Tensor | None:
-        """Return run(rows) of a layer whose rows kernels of CPUs store and attend; None, and no more, if `attend` must.
+        """Return run(rows) if CPU kernels store and attend this layer's rows, else None.
 
-        It must where KV is on several ranks, and in layers with a window or sinks.
+        It returns None, and `attend` must be called, if KV is on several ranks or the layer has a window or sinks.
         """
         cache = self._cache
         if self._own is None or not self._ring.is_lone(layer) or cache.dtype != dtype:
@@ -238,9 +240,9 @@ class PrefillPass:
             self._before_layer()
 
     def _own_sequences(self) -> tuple[Tensor, PromptSequences] | None:
-        """Return the slots of all rows and the sequences, if kernels of CPUs may store and attend them without a ring.
+        """Return the slots of all rows and the sequences, if CPU kernels may store and attend them without a ring.
 
-        Tokens so few that they are attended one by one are none of them.
+        They may not if a sequence has so few tokens that these are attended one by one.
         """
         if self._transport.size > 1 or self._columns is not None or not isinstance(self._backend, NativeCpu):
             return None

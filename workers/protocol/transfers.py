@@ -14,7 +14,7 @@ from ringserve.cp_core.layout.shards import TokenRange
 
 @dataclass(frozen=True, slots=True)
 class TransferKey:
-    """Name of one attempt of one transfer between incarnations of two rings. The keys of earlier attempts are stale."""
+    """Name of one attempt of one transfer between incarnations of two rings. Other attempts' keys are stale."""
 
     transfer_id: str
     attempt: int

@@ -1,4 +1,7 @@
-"""Rendezvous of a rank with its ring and its tensor-parallel ring: all ranks open endpoints, then all connect."""
+"""Rendezvous of a rank with its ring and its tensor-parallel ring: all ranks open endpoints, then all connect.
+
+A rank's worker calls it. `RingJoining` owns the endpoints until `close`.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +47,7 @@ class RankRings:
 
     @property
     def header_hops(self) -> tuple[RingTransport, ...]:
-        """Rings of a header's path: the ring of the ranks with the first heads, then each rank's tensor-parallel
-        ring."""
+        """Rings of a header's path: that of the ranks with the first heads, then each rank's tensor-parallel ring."""
         if self.control_heads is None:
             return (self.control,)
         return (self.control, self.control_heads) if self.control_heads.rank == 0 else (self.control_heads,)
@@ -105,8 +107,7 @@ class RingJoining:
     def _connect(
         self, ring: RingSpec, kind: str, index: int, members: Sequence[int]
     ) -> tuple[RingTransport, RingTransport]:
-        """Connect the ranks `members` and return (their ring for data, their ring for control messages), often the
-        same.
+        """Return the rings of the ranks `members` for data and for control messages, which are often the same.
 
         `members` are ranks of the whole ring. `index` tells their ring from others of its `kind`.
         """

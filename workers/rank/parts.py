@@ -1,4 +1,7 @@
-"""Rank parts: made when it starts, and most of them again for each ring incarnation."""
+"""Parts of a rank, made when it starts; most of them are made again for each ring incarnation.
+
+A rank's worker and the benches make them. The holder of the parts closes them.
+"""
 
 from __future__ import annotations
 
@@ -157,12 +160,12 @@ def check_quantization(settings: RankSettings, share: ModelInfo) -> None:
     if found < FP8_CAPABILITY:
         raise ConfigError(
             f"model.quantization: 'fp8' needs a GPU of compute capability {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} or "
-            f"more, and {settings.device} has {found[0]}.{found[1]}; allowed there is none"
+            f"more, and {settings.device} has {found[0]}.{found[1]}; only 'none' is allowed there"
         )
     if share.hidden_size % FP8_MULTIPLE or share.intermediate_size % FP8_MULTIPLE:
         raise ConfigError(
             f"model.quantization: 'fp8' needs sizes that are multiples of {FP8_MULTIPLE}, and MLPs of a rank have "
-            f"{share.hidden_size} x {share.intermediate_size}; allowed for them is none"
+            f"{share.hidden_size} x {share.intermediate_size}; only 'none' is allowed for them"
         )
 
 
@@ -178,14 +181,14 @@ def num_blocks_of(settings: RankSettings, share: ModelInfo) -> int:
     """
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(settings.device)
-    staging = 2 * NUM_SLOTS * settings.kv_slot_bytes if _is_by_nixl(settings) else 0
+    staging = 2 * NUM_SLOTS * settings.kv_slot_bytes if _uses_nixl(settings) else 0
     block_bytes = settings.block_tokens * share.kv_bytes_per_token
     num_blocks = int(free * settings.kv_memory_fraction - staging) // block_bytes
     if num_blocks < 1:
         raise ConfigError(
             f"kv_cache.memory_fraction: {settings.kv_memory_fraction:g} of the {free / 1e9:.1f} GB that the weights "
             f"leave on {settings.device} holds no block of {block_bytes / 1e6:.1f} MB beside {staging / 1e9:.1f} GB of "
-            f"staging slots; choose a larger part, or fewer weights a rank"
+            f"staging slots; choose a larger fraction, or fewer weights per rank"
         )
     return num_blocks
 
@@ -233,12 +236,12 @@ def parts_of(
 def open_agent(spec: RankSpec, device: torch.device) -> PullAgent | None:
     """Open the NIXL agent of a rank; None if KV goes by sockets. Raises ConfigError, Unavailable."""
     settings = spec.settings
-    if not _is_by_nixl(settings):
+    if not _uses_nixl(settings):
         return None
     name, is_required = f"{spec.incarnation}:{spec.rank}", settings.kv_carrier == "nixl"
     return PullAgent(name, device, slot_bytes=settings.kv_slot_bytes, is_required=is_required)
 
 
-def _is_by_nixl(settings: RankSettings) -> bool:
+def _uses_nixl(settings: RankSettings) -> bool:
     is_gpu = settings.device.startswith("cuda")
     return settings.kv_carrier == "nixl" or (settings.kv_carrier == "auto" and is_gpu and has_nixl())

@@ -1,7 +1,8 @@
 """Ring rates, measured by its ranks at start: the cost models plan with them, not with data sheets.
 
 `probe_rates` measures prefill, `probe_decode_rates` decode. Both are collective: every rank calls them together. They
-yield between parts of some 0.1 s, so that decode steps come between them; `finished` does all parts.
+yield between parts of some 0.1 s, so that decode steps come between them; `finished` does all parts without such a
+break. A rank's worker runs them at start or in its decode loop.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ SECONDS_PER_RATE: Final = 0.06
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeSizes:
-    """Tokens of a product of matrices, and queries of one chunk against a prefix of `stored_tokens`.
+    """Sizes of the measured work: tokens of a matrix product, and queries of a chunk that attends `stored_tokens`.
 
-    One query of a decode step attends at least `decode_tokens`, and `decode_bytes` of K and V. All are far from the
+    In decode, one query attends at least `decode_tokens` and at least `decode_bytes` of K and V. All are far from the
     sizes where the start of a call or a cache dominates.
     """
 
@@ -47,11 +48,11 @@ class ProbeSizes:
 
 
 CPU_SIZES: Final = ProbeSizes(gemm_tokens=512, query_tokens=512, stored_tokens=1024, decode_tokens=1024, decode_bytes=0)
-# A call takes some 20 us to start and to be waited for, and a cache of an H100 holds 50 MB.
+# To start a call and wait for it takes some 20 us, and the cache of an H100 holds 50 MB.
 GPU_SIZES: Final = ProbeSizes(
     gemm_tokens=4096, query_tokens=4096, stored_tokens=8192, decode_tokens=1024, decode_bytes=256 << 20
 )
-# Size of one message: the bytes that a link carries in LINK_SECONDS, between LEAST and MOST.
+# Size of one message: the bytes that a link carries in LINK_SECONDS, from LEAST_LINK_BYTES to MOST_LINK_BYTES.
 LINK_SECONDS: Final = 0.1
 MOST_LINK_BYTES: Final = 4 << 20
 LEAST_LINK_BYTES: Final = 64 << 10
@@ -59,24 +60,24 @@ LINK_EXCHANGES: Final = 6
 LATENCY_EXCHANGES: Final = 40
 OVERLAP_EXCHANGES: Final = 5
 MOST_OVERLAP_BYTES: Final = 64 << 20
-# A ring of one sends nothing, and a model that divides by its rates needs a finite number.
+# A ring of one sends nothing, but cost models divide by this rate and need a finite number.
 NO_LINK_BYTES_PER_SECOND: Final = 1e15
 
 DECODE_SECONDS_PER_RATE: Final = 0.05
-# Matrices multiplied in turn have the size of the model's together, or this one: then none stays in a cache.
+# The matrices multiplied in turn have together the model's size, but about this at most: then none stays in a cache.
 WEIGHTS_BYTES: Final = 96 << 20
 LAYERS_A_PART: Final = 8
-# Windows in which all ranks compute, and as many in which the first one does.
+# Number of windows in which all ranks compute, each followed by one in which only the first rank does.
 SHARING_WINDOWS: Final = 3
 SHARING_SECONDS: Final = 0.04
-# Speed of a lone rank below which ranks share nothing: measurements of ranks with cores of their own differ by less.
+# If a lone rank is faster by less than this factor, ranks share nothing: with cores of their own they differ by less.
 LEAST_SHARING: Final = 1.15
 BUSY_MESSAGES: Final = 40
 BUSY_MESSAGE_BYTES: Final = 64
 
 
 def sizes_on(device: torch.device, backend: AttentionBackend) -> ProbeSizes:
-    """Return the sizes of a device's measurements. The reference holds the scores of all queries and keys at once."""
+    """Return the sizes of a device's measurements. The reference backend gets small ones: it holds all scores."""
     return GPU_SIZES if device.type == "cuda" and backend.name != ReferenceAttention.name else CPU_SIZES
 
 
@@ -171,7 +172,7 @@ def probe_decode_rates(
 
 
 def _product(info: ModelInfo, device: torch.device, num_tokens: int) -> Callable[[], object]:
-    """Return the product of the model's widest linear layer: `_product_flops` operations."""
+    """Return a function that runs the model's widest linear layer, in `_product_flops` operations."""
     tokens = _numbers((num_tokens, info.hidden_size), DTYPES[info.dtype], device)
     layer = _linear(info, device)
     return lambda: layer(tokens)
@@ -184,7 +185,7 @@ def _product_flops(info: ModelInfo, num_tokens: int) -> float:
 def _linear(info: ModelInfo, device: torch.device) -> Linear:
     """Return a layer of the size and kind of the model's widest."""
     dtype = DTYPES[info.dtype]
-    # Not by `skip_init`: it imports sympy to move a layer to a device, which took every rank 0.6 s.
+    # Without `skip_init`, which imports sympy to move a layer to a device, which took every rank 0.6 s.
     layer = Linear(info.hidden_size, info.intermediate_size, bias=False, dtype=dtype, device="meta")
     layer.weight = Parameter(torch.ones(layer.weight.shape, dtype=dtype, device=device), requires_grad=False)
     pack(layer)
@@ -194,7 +195,7 @@ def _linear(info: ModelInfo, device: torch.device) -> Linear:
 def _attention(
     info: ModelInfo, device: torch.device, backend: AttentionBackend, tokens: int, stored_tokens: int
 ) -> Callable[[], object]:
-    """Return unmasked partial attention of T `tokens` to S `stored_tokens`: 4 * T * S * H * D operations."""
+    """Return a function for unmasked attention of T `tokens` to S `stored_tokens`: 4 * T * S * H * D operations."""
     dtype = DTYPES[info.kv_dtype]
     q = _numbers((tokens, info.num_heads, info.head_dim), dtype, device)
     k = _numbers((stored_tokens, info.num_kv_heads, info.head_dim), dtype, device)
@@ -203,14 +204,14 @@ def _attention(
 
 
 def _numbers(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return random numbers. Ones would be too fast: kernels multiply numbers of few bits in fewer products."""
+    """Return random numbers. Ones would be too fast: kernels need fewer products for numbers of few bits."""
     return torch.empty(shape, dtype=dtype, device=device).normal_(generator=torch.Generator(device).manual_seed(0))
 
 
 def _paged_attention(
     info: ModelInfo, device: torch.device, backend: PagedBackend, stored_tokens: int, block_tokens: int
 ) -> Callable[[], object]:
-    """Return attention of one query to S `stored_tokens` in whole blocks, by a kernel that follows block tables."""
+    """Return a function in which one query attends `stored_tokens` by a kernel that reads block tables."""
     dtype, num_blocks = DTYPES[info.kv_dtype], stored_tokens // block_tokens
     q = torch.ones(1, info.num_heads, info.head_dim, dtype=dtype, device=device)
     k, v = torch.ones(2, num_blocks, block_tokens, info.num_kv_heads, info.head_dim, dtype=dtype, device=device)
@@ -222,9 +223,9 @@ def _paged_attention(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Sharing:
-    """Effect of computing together: one rank is `lone_speed` times as fast while the others wait.
+    """Effect of computing together: a rank is `lone_speed` times as fast while the others wait.
 
-    Runs take `slowdown` times as long as the shortest one while all compute.
+    While all ranks compute, a run takes on average `slowdown` times as long as the shortest one.
     """
 
     lone_speed: float
@@ -235,11 +236,11 @@ NO_SHARING: Final = _Sharing(lone_speed=1.0, slowdown=1.0)
 
 
 def _sharing(compute: Callable[[], object], transport: RingTransport, device: torch.device) -> _Sharing:
-    """Measure how ranks share processors, the same for all; collective.
+    """Measure how ranks share processors. All ranks return the same. Collective.
 
-    Runs of a window are counted, since a shortest run may tell nothing: ranks that share a core have it in turn, and
-    most of their runs take as long as those of a lone rank. The least of all windows counts, since other work that
-    comes and goes makes ranks look as if they shared.
+    The mean run of a window counts, since the shortest run may tell nothing: ranks that share a core take turns on it,
+    and most of their runs take as long as those of a lone rank. Of all windows the one with the least sharing counts,
+    since other work that comes and goes makes ranks look as if they shared.
     """
     found = []
     _gathered((0.0, 0.0), transport, device)  # all begin at the same time
@@ -257,7 +258,7 @@ def _sharing(compute: Callable[[], object], transport: RingTransport, device: to
 
 
 def _gathered(own: tuple[float, float], transport: RingTransport, device: torch.device) -> list[tuple[float, float]]:
-    """Return the two numbers of every rank; none goes on before all have come."""
+    """Return the two numbers of every rank; no rank goes on before all ranks have called."""
     numbers = list(torch.empty(transport.size, 2, device=device))
     transport.gather_all(torch.tensor(own, device=device), numbers).wait()
     return [(float(first), float(second)) for first, second in numbers]
@@ -277,7 +278,7 @@ def _lone_seconds(
     transport.gather_all(word, answers).wait()
     seconds = _decode_seconds(compute, device) if transport.rank == 0 else seconds_together
     transport.gather_all(word, answers).wait()
-    # Ranks that share no memory would differ by chance alone: no rank gets slower by being alone.
+    # No rank gets slower by being alone: a longer time is chance, as between ranks that share no memory.
     return min(seconds, seconds_together)
 
 
@@ -306,10 +307,10 @@ def _least_of_all(transport: RingTransport, own: int, device: torch.device) -> i
 
 
 def _overlap(transport: RingTransport, attend: Callable[[], object], num_bytes: int, device: torch.device) -> float:
-    """Measure which share of the shorter of two tasks, a message and attention of its length, the other one hides.
+    """Measure how much of the shorter of two tasks, a message and attention of about its length, the other hides.
 
-    0 if the cores that attend must move the message as well, 1 where other hardware moves it. Every rank sends as
-    much as the slowest of them can hide.
+    0 if the cores that attend must move the message as well, 1 if other hardware moves it. Every rank sends the
+    least that any rank's link carries during its attention.
     """
     common = _least_of_all(transport, max(1, min(num_bytes, MOST_OVERLAP_BYTES)), device)
     message = _exchange_seconds(transport, common, OVERLAP_EXCHANGES, device)
@@ -319,7 +320,7 @@ def _overlap(transport: RingTransport, attend: Callable[[], object], num_bytes: 
 
 
 def _busy_message_seconds(compute: Callable[[], object], transport: RingTransport, device: torch.device) -> float:
-    """Measure a small exchange after `compute`, with its wait for ranks that take longer over theirs.
+    """Measure a small exchange after `compute`, including the wait for ranks whose `compute` takes longer.
 
     The lower quartile counts: while a ring starts, other processes of its host start too, and every second exchange
     may wait for a processor that will be free when the ring serves.

@@ -3,7 +3,7 @@
 The methods are synchronous. `prefill`, `run_decode` and `probe` are collective and run on one thread at a time, the
 compute thread. The KV methods, `submit`, `poll`, `status` and `stop` may be called from any thread meanwhile.
 
-T this rank's tokens.
+Shapes: T tokens of this rank.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class RankWorker:
         """Leave the ring, and begin another incarnation of it at the same place with the loaded model.
 
         Transfers of the old incarnation end, and later ones of it are refused. Its blocks are free to be written anew.
-        A share of the weights that the ring chose to cut remains one: the new incarnation decodes by helix, too. Raises
+        Weights that were divided for helix stay divided, so the new incarnation decodes by helix, too. Raises
         Unavailable if a thread of the old incarnation does not end.
         """
         parts = self.parts
@@ -118,14 +118,14 @@ class RankWorker:
         if not self._computing.acquire(timeout=STOP_SECONDS):
             raise Unavailable(f"rank {spec.rank} still computes")
         self._computing.release()
-        parts.cache.settle()  # a step may have been issued that was not read
+        parts.cache.settle()  # a step may have been issued whose result nobody read
         parts.close()
         self._rings = self._runner = None
         self._progress, self._clock, self._inbox = Progress(), StepClock(), StepInbox()
         self._started = parts_of(
             spec, RingJoining(spec), parts.model, parts.backend, parts.cache, parts.compilation, parts.draft_model
         )
-        self.parts.choose_variant.measured(parts.choose_variant.rates)  # until the ring is probed, if it is
+        self.parts.choose_variant.measured(parts.choose_variant.rates)  # the old rates hold until a probe
         return self._started.info
 
     def open_endpoints(self) -> RankEndpoints:
@@ -139,16 +139,16 @@ class RankWorker:
     def attach(
         self, transport: RingTransport, tensor: RingTransport | None = None, control: RingTransport | None = None
     ) -> None:
-        """Use connected rings: the in-process ones of tests. `tensor` joins the tp ranks of this cp rank.
+        """Use connected rings, such as in-process ones. `tensor` joins the tp ranks of this cp rank.
 
-        `control` carries headers where `transport` does not.
+        `control` carries headers if `transport` does not.
         """
         self._use(RankRings.of(transport, tensor, control))
 
     def _use(self, rings: RankRings) -> None:
         spec, model = self.parts.spec, self.parts.model
         assert (rings.tokens.rank, rings.tokens.size) == (spec.cp_rank, spec.cp), "a place in another ring"
-        assert (rings.heads is None) == (spec.tp == 1), "a tensor parallel ring without tensor parallelism, or none"
+        assert (rings.heads is None) == (spec.tp == 1), "a tensor-parallel ring is missing or not wanted"
         self._rings = rings
         if rings.heads is not None:
             model.tensor.connect(rings.heads)
@@ -157,9 +157,9 @@ class RankWorker:
         self._clock.watch(*self._transports)
 
     def probe(self) -> RingRates:
-        """Measure this rank and its link, about 0.5 s; then share the weights if helix is chosen, and pack them.
+        """Measure this rank and its link, about 0.5 s; then divide the weights if helix is chosen, and pack them.
 
-        On a GPU, compile the model at last: that takes seconds, or a minute if the disk has no code of it yet.
+        On a GPU, compile the model last: that takes seconds, or a minute if the disk has no compiled code of it yet.
         Collective.
         """
         with self._compute() as ring:
@@ -177,9 +177,9 @@ class RankWorker:
             return rates
 
     def probe_between_steps(self, timeout: float) -> RingRates:
-        """Measure as `probe` does, in the decode loop of all ranks; for the first rank. `timeout` in seconds.
+        """Measure as `probe` does, within the decode loops; called on the first rank. `timeout` is in seconds.
 
-        Between its parts the loop computes steps. Raises Unavailable.
+        Between the parts of the measurement the loops compute steps. Raises Unavailable.
         """
         return self.parts.mailbox.ask_rates(timeout)
 
@@ -198,7 +198,7 @@ class RankWorker:
         self.parts.choose_variant.follow(policy)
 
     def fill_kv(self, seed: int) -> None:
-        """Fill the cache with random numbers: measurements of decode need KV, of any value."""
+        """Fill the cache with random numbers: measurements of decode need KV, whatever its values."""
         self.parts.cache.fill_random(seed)
 
     # --- prefill -----------------------------------------------------------------------------------------------------
@@ -206,9 +206,8 @@ class RankWorker:
     def prefill(self, step: PrefillStep) -> PrefillOutput:
         """Compute the new tokens of a step, store their KV, and sample the sequences that end here. Collective.
 
-        The output of a step that was ended is empty.
-
-        Raises Unavailable if the ring breaks, TransferError if a transfer cannot begin.
+        The output of a step that was ended is empty. Raises Unavailable if the ring breaks, TransferError if a transfer
+        cannot begin.
         """
         self._give_back()
         self._begin_sends(step)
@@ -224,9 +223,9 @@ class RankWorker:
         self._freed.give_back(self._progress.steps)
 
     def prefill_within(self, step: PrefillStep, timeout: float) -> PrefillOutput | None:
-        """Wait until the compute thread has computed a step between two layers of the step that it is within.
+        """Let the compute thread compute a step between two layers of the enclosing step, and wait for the result.
 
-        Returns None, at all ranks, if that step ended before. Raises TimeoutError.
+        Returns None, at all ranks, if the enclosing step ends first. Raises TimeoutError.
         """
         return self._inbox.enter(step).result(timeout)
 
@@ -356,7 +355,7 @@ class RankWorker:
         return self.parts.mailbox.poll(after, timeout)
 
     def prepare_grammar(self, grammar: str) -> None:
-        """Compile a grammar of an answer to come, so that no step waits for it."""
+        """Compile the grammar of a coming answer, so that no step waits for it."""
         if self.parts.model.samples:
             self.parts.model.grammars.prepare(grammar)
 
@@ -375,13 +374,13 @@ class RankWorker:
         self.parts.receiver.drop(key)
 
     def copy_blocks(self, pairs: Sequence[BlockPair]) -> None:
-        """Copy whole blocks of this rank's cache, and wait for the copies. The caller lets nothing write to them."""
+        """Copy whole blocks of this rank's cache, and wait for the copies. Meanwhile nothing else may write to them."""
         for pair in pairs:
             self.parts.cache.copy_block(pair.source, pair.destination)
         self.parts.cache.settle()
 
     def send_kv(self, send: KvSend, timeout: float) -> TransferReport:
-        """Send KV that is complete in all layers, and wait until it arrived. Raises TransferError, Unavailable."""
+        """Send KV that is complete in all layers, and wait until it has arrived. Raises TransferError, Unavailable."""
         return self.parts.sender.send_all(send, timeout)
 
     def finish_sends(self, key: TransferKey, timeout: float) -> TransferReport:
@@ -424,7 +423,9 @@ class RankWorker:
         )
 
     def stop(self) -> None:
-        """End the decode loop, leave the ring, close receiver and sender. May be repeated, and called half started.
+        """End the decode loop, leave the ring, close receiver and sender. May be repeated.
+
+        A rank that has not started, or not joined, may be stopped, too.
 
         All ranks of a ring are stopped at the same time. The first rank tells the others that the loop has ended; a
         rank that hears nothing within STOP_SECONDS ends its loop itself.
@@ -457,7 +458,7 @@ class RankWorker:
 
 
 def gpu_memory(device: torch.device) -> GpuMemory | None:
-    """Return the memory of a GPU as torch counts it; None for a CPU. It asks no driver, which may stand still."""
+    """Return the memory of a GPU as torch counts it; None for a CPU. It does not ask the driver, which may hang."""
     if device.type != "cuda":
         return None
     return GpuMemory(

@@ -67,7 +67,7 @@ def test_a_gpu_without_8_bit_floats_is_refused_by_what_it_has(
         check_quantization(SETTINGS, info)
     assert str(refused.value) == (
         "model.quantization: 'fp8' needs a GPU of compute capability 8.9 or more, and cuda:1 has "
-        f"{capability[0]}.{capability[1]}; allowed there is none"
+        f"{capability[0]}.{capability[1]}; only 'none' is allowed there"
     )
     check_quantization(replace(SETTINGS, quantization="none"), info)
 
@@ -78,7 +78,9 @@ def test_a_share_that_the_kernels_do_not_take_is_refused_by_its_size(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     info = read_model_info(model_paths["llama_gqa"])
     check_quantization(SETTINGS, info)
-    with pytest.raises(ConfigError, match="multiples of 16, and MLPs of a rank have 64 x 24; allowed for them is none"):
+    with pytest.raises(
+        ConfigError, match="multiples of 16, and MLPs of a rank have 64 x 24; only 'none' is allowed for them"
+    ):
         check_quantization(SETTINGS, replace(info, intermediate_size=24))
 
 
