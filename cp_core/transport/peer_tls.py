@@ -48,6 +48,10 @@ class PeerSocket(ssl.SSLSocket):
                 if not filled:
                     raise BlockingIOError from None
                 break
+            except OSError:
+                if not filled:
+                    raise
+                break  # the next call raises it: what came before it counts
             if not count:
                 break
             filled += count

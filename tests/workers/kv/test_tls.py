@@ -284,3 +284,32 @@ def test_a_hand_made_source_needs_the_certificate_too(authority: Authority) -> N
         receiver.wait_sealed(key_of(), WAIT_SECONDS)
         source.close()
     TRUTH.check(cache, BLOCKS, range(TOKENS))
+
+
+def test_what_came_before_a_reset_is_received_before_its_error(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last frame of a source may come together with the end of its process."""
+    tls = authority.peer()
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        address = listener.getsockname()
+        called = pool.submit(lambda: tls.call(socket.create_connection(address, WAIT_SECONDS), address[0]))
+        accepted, _ = listener.accept()
+        accepted.settimeout(WAIT_SECONDS)
+        with tls.accept(accepted) as destination:
+            destination.do_handshake()
+            with called.result(WAIT_SECONDS) as source:
+                source.send(b"frame")
+                read = ssl.SSLSocket.recv_into
+
+                def read_once(self: ssl.SSLSocket, buffer: memoryview) -> int:
+                    if len(buffer) < 100:
+                        raise ConnectionResetError
+                    return read(self, buffer)
+
+                monkeypatch.setattr(ssl.SSLSocket, "recv_into", read_once)
+                buffer = bytearray(100)
+                assert destination.recv_into(buffer) == len(b"frame")
+                assert buffer.startswith(b"frame")
+                with pytest.raises(ConnectionResetError):
+                    destination.recv_into(memoryview(buffer)[5:])
