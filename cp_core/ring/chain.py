@@ -1,14 +1,15 @@
-"""Chain prefill, fused over sequences of any length (KV-Runahead, arXiv 2405.05329): KV moves one way along the ranks.
+"""Chain prefill of sequences of any length (KV-Runahead, arXiv 2405.05329): KV moves one way along the ranks.
 
 Each rank computes one range of a sequence's new tokens and receives the KV of all earlier new tokens from the rank
 before it. It sends its own KV at once, and forwards received KV as soon as it arrives, while attending. So message
-latency is paid once per hop instead of once per layer, and each message hides behind a whole layer. Cached KV does not
-change during the step, so it goes straight to the ranks that attend it, two layers ahead: the ranks of a chain are at
-different layers, and each rank needs every other rank's cached KV.
+latency is paid once per hop instead of once per hop in every layer, and each message hides behind a whole layer. Cached
+KV does not change during the step, so a rank sends it straight to all ranks that attend it, two layers before it
+attends that layer itself: the ranks of a chain are at different layers, and those that are ahead must not wait.
+RingPrefill makes a Chain per step; it holds the messages in flight and the new KV of the layer attended last.
 
 A rank's messages leave in the order in which its peers await them: its new KV, forwarded KV, a later layer's cached KV.
-Sends of two layers may be in flight. Not tried with NCCL: a communicator runs its operations in order, so an early
-receive would hold back later sends; the chain would need a communicator per neighbour and direction.
+Sends of two layers may be in flight. The chain has not been tried with NCCL: a communicator runs its operations in
+order, so a receive posted early would hold back later sends. It would need a communicator per neighbour and direction.
 
 Shapes: T query tokens, S tokens of a message, K key/value heads, D head dimension.
 """
@@ -34,8 +35,8 @@ MAX_LAYERS_UNDER_WAY = 2
 
 
 @dataclass(frozen=True, slots=True)
-class NewKv:
-    """A sequence's new KV, computed by rank `source`: `count` tokens of a message."""
+class KvPart:
+    """Part of a message: the KV, new or cached, of `count` tokens of a sequence on rank `source`."""
 
     source: int
     sequence: int
@@ -43,10 +44,11 @@ class NewKv:
 
 
 class ChainRoute:
-    """New KV that a rank of a chain receives and sends in every layer, derived once per step.
+    """New KV that a rank of a chain receives and sends in each layer; it is the same in all layers of a step.
 
-    `received` comes from rank `before`: first the KV that it forwards (`num_passed` tokens), then its own. `sent` is
-    this rank's own KV and `onward` the KV that it forwards, both to rank `after`.
+    `received` comes from rank `before`. In the buffer the KV that rank `before` forwards (`num_passed` tokens) lies in
+    front of that rank's own KV. `sent` is this rank's own KV and `onward` the KV that this rank forwards, both to rank
+    `after`. `place` is this rank's place in the chain.
     """
 
     def __init__(self, plan: PrefillPlan, rank: int, size: int) -> None:
@@ -78,21 +80,22 @@ def _check(plan: PrefillPlan, order: Sequence[int]) -> None:
             )
 
 
-def _needed(plan: PrefillPlan, order: Sequence[int], source: int, place: int) -> list[NewKv]:
-    """Return the new KV of chain place `source` that `place` or a later place needs."""
+def _needed(plan: PrefillPlan, order: Sequence[int], origin: int, place: int) -> list[KvPart]:
+    """Return the new KV computed at chain place `origin` that the rank at `place` or at a later place needs."""
     needed = []
     for index, sequence in enumerate(plan.sequences):
-        count = sequence.layout.tokens_on(order[source])
+        count = sequence.layout.tokens_on(order[origin])
         later = order[place:]
-        if count and any(sequence.layout.tokens_on(rank) or sequence.stores(rank, order[source]) for rank in later):
-            needed.append(NewKv(order[source], index, count))
+        if count and any(sequence.layout.tokens_on(rank) or sequence.stores(rank, order[origin]) for rank in later):
+            needed.append(KvPart(order[origin], index, count))
     return needed
 
 
 class Chain:
     """Chain prefill of one step on one rank: call `attend` for every layer, in order, then `finish`.
 
-    If all ranks synchronise before every `period`-th layer, no receive is posted across such a layer. 0: they do not.
+    All ranks synchronise before every `period`-th layer (0: never), and the receives of new KV for such a layer are not
+    posted earlier.
     """
 
     def __init__(
@@ -123,13 +126,14 @@ class Chain:
         keys_of_sequence: Sequence[KeyShard],
         cached_of: Callable[[int], Sequence[Sequence[KvRun]]],
         scale: float,
-        seen: PrefillPlan,
+        layer_plan: PrefillPlan,
     ) -> list[SequenceParts]:
-        """Return the parts of this rank's queries: result[source][sequence].
+        """Return this rank's partial results, by the rank whose keys they attended: result[source][sequence].
 
-        q_of_sequence[i][T, H, D] and keys_of_sequence[i] are this rank's queries and keys, by the plan `seen`, which
-        differs from the chain's own if the layer has a window: messages carry all cached KV. `cached_of(layer)` has its
-        cached runs by sequence. Raises Unavailable if a peer is lost.
+        q_of_sequence[i][T, H, D] and keys_of_sequence[i] are this rank's queries and keys. `layer_plan` is the plan of
+        what the layer's queries see; in a layer with a window it has fewer cached tokens than the chain's plan, though
+        messages carry all. `cached_of(layer)` returns this rank's cached runs by sequence. Raises Unavailable if a peer
+        is lost.
         """
         rank, size, route = self._transport.rank, self._transport.size, self._route
         like = keys_of_sequence[0].new.k
@@ -143,7 +147,7 @@ class Chain:
             self._receive(like)
         self._send(sends, [self._new[rank, each.sequence] for each in route.sent], like)
 
-        queries = seen.of_rank(rank)
+        queries = layer_plan.of_rank(rank)
         parts: list[SequenceParts] = [[[] for _ in queries] for _ in range(size)]
         parts[rank] = attend_pairs(self._backend, q_of_sequence, queries, dict(enumerate(keys_of_sequence)), scale)
 
@@ -167,7 +171,7 @@ class Chain:
             if source == rank:
                 continue
             came = {
-                index: self._keys(seen.of_rank(source)[index], source, index, cached, like)
+                index: self._keys(layer_plan.of_rank(source)[index], source, index, cached, like)
                 for index, shard in enumerate(queries)
                 if shard.new
             }
@@ -212,7 +216,7 @@ class Chain:
             sends.append(self._transport.exchange(message, after, message[:0], after))
 
     def _receive(self, like: torch.Tensor) -> None:
-        """Post the receives of this layer from the rank before: forwarded tokens lie in front of its own tokens."""
+        """Post the receives of a layer: rank `before` sends its own KV first, though that lies at the buffer's end."""
         route = self._route
         buffer = like.new_empty(route.num_received, 2, *like.shape[1:])
         works = []
@@ -221,10 +225,10 @@ class Chain:
                 works.append(self._transport.exchange(part[:0], route.before, part, route.before))
         self._coming = buffer, works
 
-    def _cached_to(self, queries: int, keys: int) -> list[int]:
-        """Return the sequences whose cached KV rank `queries` needs from rank `keys`."""
-        mine, theirs = self._plan.of_rank(queries), self._plan.of_rank(keys)
-        return [index for index, shard in enumerate(theirs) if queries != keys and shard.cached and mine[index].new]
+    def _cached_to(self, reader: int, holder: int) -> list[int]:
+        """Return the sequences whose cached KV rank `reader` needs from rank `holder`."""
+        mine, theirs = self._plan.of_rank(reader), self._plan.of_rank(holder)
+        return [index for index, shard in enumerate(theirs) if reader != holder and shard.cached and mine[index].new]
 
     def _exchange_cached(
         self, cached_of: Callable[[int], Sequence[Sequence[KvRun]]], until: int, like: torch.Tensor
@@ -251,7 +255,7 @@ class Chain:
             self._coming_cached.append((receives, self._transport.all_to_all(sends, receives)))
 
     def _received_cached(self) -> dict[tuple[int, int], KvRun]:
-        """Wait for the other ranks' cached KV of this layer. Return it by source and sequence."""
+        """Wait for the other ranks' cached KV of the current layer. Return it by source and sequence."""
         if not self._coming_cached:
             return {}
         receives, work = self._coming_cached.popleft()
@@ -261,14 +265,14 @@ class Chain:
         for source, buffer in enumerate(receives):
             shards = self._plan.of_rank(source)
             cached |= _views(
-                buffer, [NewKv(source, index, shards[index].cached) for index in self._cached_to(rank, source)]
+                buffer, [KvPart(source, index, shards[index].cached) for index in self._cached_to(rank, source)]
             )
         return cached
 
     def _keys(
         self, planned: Shard, source: int, index: int, cached: dict[tuple[int, int], KvRun], like: torch.Tensor
     ) -> KeyShard:
-        """Return another rank's received keys of a sequence: cached keys, and new keys of an earlier rank."""
+        """Return a sequence's keys from rank `source`: cached keys, and new keys if it is earlier in the chain."""
         new, old = self._new.get((source, index)), cached.get((source, index))
         runs = newest_tokens([old], planned.cached) if old else []
         shard = Shard(
@@ -292,7 +296,7 @@ def _packed(runs: Sequence[KvRun], like: torch.Tensor) -> torch.Tensor:
     return packed
 
 
-def _views(packed: torch.Tensor, parts: Sequence[NewKv]) -> dict[tuple[int, int], KvRun]:
+def _views(packed: torch.Tensor, parts: Sequence[KvPart]) -> dict[tuple[int, int], KvRun]:
     """Return views of the parts of packed[S, 2, K, D], by source and sequence."""
     views, at = {}, 0
     for each in parts:

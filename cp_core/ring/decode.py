@@ -2,8 +2,8 @@
 
 There are two variants. In `sharded_decode` every rank has every query, and all ranks gather and merge the parts (vLLM
 RFC #26133). In `ring_decode` each rank has the queries of its own rows; queries travel round the ring, and parts return
-(arXiv 2411.01783, algorithm 4). A rank sends no part of a sequence that it does not hold, so a sequence on one rank
-adds no messages.
+(arXiv 2411.01783, algorithm 4). A rank that holds no tokens of a sequence sends no part of it. Decode steps call one
+for each layer; nothing is kept between calls.
 
 Shapes: B sequences with one new token each, b of them this rank's own, S stored tokens, H query heads, K key/value
 heads, D head dimension, N ranks.
@@ -44,11 +44,12 @@ from ringserve.cp_core.transport.interface import RingTransport
 
 @dataclass(frozen=True, slots=True)
 class DraftedShards:
-    """This rank's shards of queries of which several may be of one sequence, side by side: its newest tokens.
+    """This rank's shards for queries of which several, side by side, may be the newest tokens of one sequence.
 
-    `runs[i]` has the whole shard of query i, the same object for all of a sequence. Query i does not see the last
-    `hidden[i]` tokens of it: on the rank that stores the new tokens these are the ones behind it, on others none. In a
-    layer with a window it does not see the first `passed[i]` tokens either, which are in the window of the first query.
+    `runs[i]` has the whole shard of query i's sequence, the same object for all queries of a sequence. Query i does not
+    see the last `hidden[i]` tokens of the shard: the new tokens behind the query, if this rank stores them, else none.
+    In a layer with a window the shard begins at the window of the sequence's first query, and query i does not see its
+    first `passed[i]` tokens.
     """
 
     runs: Sequence[Sequence[KvRun]]
@@ -60,7 +61,7 @@ class DraftedShards:
 
 
 Shards = Sequence[Sequence[KvRun]] | PagedShards | DraftedShards
-"""This rank's shards, one per query: runs, attended one by one as views, or pages for a paged backend."""
+"""This rank's shards, one per query: runs, pages for a paged backend, or the runs of a step with drafts."""
 
 
 def sharded_decode(
@@ -90,7 +91,7 @@ def sharded_decode(
     if transport.size == 1 and len(mine) == 1 and len(rows) == batch:
         if sink_h is not None:
             return merged_out([*mine, sink_part(q, sink_h)]).to(q.dtype)
-        # Paged kernels return (0, -inf) for an empty shard, and NaN for a NaN LSE.
+        # A paged kernel's out needs no check: it is 0 for an empty shard, and NaN if the LSE is NaN.
         return (mine[0].out if isinstance(shards, PagedShards) else merged_out(mine)).to(q.dtype)
     buffers = [PartialBuffer(len(rows), num_heads, head_dim, q.device) for rows in held]
     own = buffers[transport.rank]
@@ -111,10 +112,10 @@ def ring_decode(
 ) -> torch.Tensor:
     """Attend q[b, H, D], the queries of this rank's own rows. Return out[b, H, D] in q's dtype.
 
-    `shards[i]` has this rank's runs of row i of the whole batch. Queries are sent on while they attend: N-1 exchanges
-    and one all-to-all, or no message if B is 0 or N is 1. b may be 0, and B less than N: nothing is padded. The result
-    is within 4e-7 relative of `sharded_decode`. Bits may differ, since kernels vectorise by the number of rows. Raises
-    Unavailable if a peer is lost.
+    `shards[i]` has this rank's runs of row i of the whole batch. A rank sends queries on while it attends them. There
+    are N-1 exchanges and one all-to-all, or no message if B is 0 or N is 1. b may be 0, and B less than N: nothing is
+    padded. The result is within 4e-7 relative of `sharded_decode`. Bits may differ, since kernels vectorise by the
+    number of rows. Raises Unavailable if a peer is lost.
     """
     assert len(shards) == route.batch, f"{len(shards)} shards for a batch of {route.batch}"
     assert q.shape[0] == len(route.own), f"{q.shape[0]} queries for {len(route.own)} rows"
@@ -147,7 +148,7 @@ def ring_decode(
             message = received
     if size > 1:
         own = arrived[rank]
-        # The transport copies the own part of an all-to-all: there is none.
+        # The transport would copy the rank's own part of an all-to-all, so that part is left empty.
         arrived[rank] = outgoing[rank]
         transport.all_to_all([buffer.flat for buffer in outgoing], [buffer.flat for buffer in arrived]).wait()
         arrived[rank] = own
@@ -155,7 +156,7 @@ def ring_decode(
 
 
 def _onward(message_bhd: torch.Tensor, visit: Visit, indices: RowIndices) -> torch.Tensor:
-    """Return the queries to send on. They are copied only if some have no reader on later ranks."""
+    """Return the queries to send on. They are copied only if later ranks do not need all of them."""
     if len(visit.onward) == len(visit.rows):
         return message_bhd
     return message_bhd[indices.of(visit.onward, message_bhd.device)]
@@ -170,8 +171,8 @@ def attend_rows(
     scale: float,
     indices: RowIndices,
 ) -> list[Partial]:
-    """Return the parts of queries q[places], which are these batch rows, over this rank's shards."""
-    # Places ascend and differ, so as many places as queries are all queries.
+    """Return the parts of queries q[places] over this rank's shards. rows[i] is the batch row of q[places[i]]."""
+    # Places ascend without repeats, so if there are as many places as queries, they are all the queries.
     queries = q_bhd if len(places) == q_bhd.shape[0] else q_bhd[indices.of(places, q_bhd.device)]
     if isinstance(shards, PagedShards):
         assert takes_pages(backend, shards.k.shape[1]), f"{backend.name} takes no pages of {shards.k.shape[1]} tokens"
@@ -180,14 +181,14 @@ def attend_rows(
         together = [list(same) for _, same in groupby(range(len(rows)), lambda place: id(shards.runs[rows[place]]))]
         return [
             _attend_drafts(
-                queries[places[0] : places[-1] + 1],
-                shards.runs[rows[places[0]]],
-                [shards.hidden[rows[place]] for place in places],
-                [shards.passed[rows[place]] for place in places] if shards.passed else (),
+                queries[group[0] : group[-1] + 1],
+                shards.runs[rows[group[0]]],
+                [shards.hidden[rows[place]] for place in group],
+                [shards.passed[rows[place]] for place in group] if shards.passed else (),
                 backend,
                 scale,
             )
-            for places in together
+            for group in together
         ]
     runs = [shards[row] for row in rows]
     if rows and attends_rows(backend) and all(len(each) == 1 and len(each[0].k) for each in runs):
@@ -196,7 +197,7 @@ def attend_rows(
 
 
 def _attend_shard(q_thd: torch.Tensor, runs: Sequence[KvRun], backend: AttentionBackend, scale: float) -> Partial:
-    """Return this rank's part. The final merge checks the LSE of a single run, the common case."""
+    """Return this rank's part. With a single run, the common case, only the final merge checks its LSE."""
     filled = [run for run in runs if run.k.shape[0]]
     if len(filled) == 1:
         return backend.partial_attention(q_thd, filled[0].k, filled[0].v, causal=False, scale=scale)
@@ -216,10 +217,10 @@ def _attend_drafts(
     backend: AttentionBackend,
     scale: float,
 ) -> Partial:
-    """Return the part of T queries of one sequence, of which query i does not see the last `hidden[i]` tokens.
+    """Return the part of T queries of one sequence. Query i does not see the last `hidden[i]` tokens of `runs`.
 
-    Where new tokens lie here they are the last T, and query i sees them up to itself. It does not see the first
-    `passed[i]` tokens either.
+    If this rank stores the new tokens, they are the last T, and query i sees them up to itself. In a layer with a
+    window it does not see the first `passed[i]` tokens either.
     """
     if any(passed):
         held = join_runs(runs)
@@ -229,7 +230,7 @@ def _attend_drafts(
     if not any(hidden):
         return _attend_shard(q_thd, runs, backend, scale)
     num_new = len(hidden)
-    assert list(hidden) == list(range(num_new))[::-1], "new tokens of a sequence lie on one rank"
+    assert list(hidden) == list(range(num_new))[::-1], f"hidden is {hidden}; it must count down to 0"
     filled = [run for run in runs if run.k.shape[0]]
     if len(filled) == 1 and attends_newest(backend):
         return backend.attend_newest(q_thd, filled[0].k, filled[0].v, scale=scale)
@@ -242,7 +243,7 @@ def _attend_drafts(
 
 
 def _split(runs: Sequence[KvRun], num_last: int) -> tuple[list[KvRun], KvRun]:
-    """Split a shard into the runs before its last tokens, and these as one run: a copy if they lie in several."""
+    """Return the runs before a shard's last tokens, and the last tokens as one run: a copy if they lie in several."""
     earlier, last = list(runs), list[KvRun]()
     while num_last:
         run = earlier.pop()
@@ -263,7 +264,7 @@ def _merged(
     indices: RowIndices,
     sink_h: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Merge the ranks' parts in rank order, and sinks behind them. buffers[r] holds the parts of query rows rows[r]."""
+    """Merge the ranks' parts in rank order, then the sinks. buffers[r] holds rank r's parts, of query rows rows[r]."""
     batch = q_bhd.shape[0]
     if not batch:
         return torch.empty_like(q_bhd)
@@ -285,13 +286,12 @@ def merged_out(parts: Sequence[Partial]) -> torch.Tensor:
     if (kernels := kernels_on(parts[0].lse.device)) and parts[0].lse.dtype == torch.float32:
         return merge_in_kernel(kernels, parts).out
     lse_mbh = torch.stack([part.lse for part in parts]) if len(parts) > 1 else parts[0].lse[None]
-    # One number read from the device decides. `amin` returns NaN if any LSE is NaN, and a finite minimum means that no
-    # part is empty.
+    # Only one number is read from the device: `amin` is NaN if any LSE is NaN, and finite only if no part is empty.
     if not math.isfinite(lse_mbh.amin().item()):
         return finished_out(merge(parts))
     if len(parts) == 1:
         return parts[0].out
-    # exp(lse_i) / sum_j exp(lse_j): with every lse finite, the weights of `merge` in one call.
+    # exp(lse_i) / sum_j exp(lse_j), the same weights as in `merge`: all LSEs are finite, so one call computes them.
     weights_mbh1 = lse_mbh.softmax(dim=0)[..., None]
     out_bhd = parts[0].out * weights_mbh1[0]
     for part, weight_bh1 in zip(parts[1:], weights_mbh1[1:], strict=True):

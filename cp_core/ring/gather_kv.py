@@ -1,8 +1,8 @@
 """Gather-KV prefill: every rank gets all other ranks' KV at once (TSP, KV-Runahead's baseline, arXiv 2405.05329).
 
-Every rank keeps its queries, as in pass-KV, and the same layout gives the same bits. Message latency is paid once per
-layer instead of N - 1 times, but messages hide only behind the attention over the rank's own keys. It suits few new
-tokens on fast links.
+Every rank keeps its queries, as in pass-KV, and the result has the same bits as pass-KV's on the same layout. Message
+latency is paid once per layer instead of N - 1 times, but messages hide only behind the attention over the rank's own
+keys. It suits few new tokens on fast links. RingPrefill calls it for each layer; it keeps nothing between calls.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def gather_kv(
     backend: AttentionBackend,
     scale: float,
 ) -> list[SequenceParts]:
-    """Return the parts of this rank's queries: result[source][sequence]. KV goes only to ranks whose queries see it.
+    """Return this rank's partial results, by the rank whose keys they attended: result[source][sequence].
 
-    q_of_sequence[i][T, H, D] and keys_of_sequence[i] are this rank's queries and keys. Raises Unavailable if a peer is
-    lost.
+    KV goes only to ranks whose queries see it. q_of_sequence[i][T, H, D] and keys_of_sequence[i] are this rank's
+    queries and keys. Raises Unavailable if a peer is lost.
     """
     rank, size = transport.rank, transport.size
     queries = plan.of_rank(rank)
@@ -36,10 +36,10 @@ def gather_kv(
     packed: dict[tuple[int, ...], torch.Tensor] = {}
     sends, receives, coming = [], [], []
     for peer in range(size):
-        onward = plan.seen[peer][rank]
-        if onward not in packed:
-            packed[onward] = pack_keys([keys_of_sequence[index] for index in onward], like)
-        sends.append(packed[onward])
+        wanted = plan.seen[peer][rank]
+        if wanted not in packed:
+            packed[wanted] = pack_keys([keys_of_sequence[index] for index in wanted], like)
+        sends.append(packed[wanted])
         coming.append(plan.seen[rank][peer])
         stored = sum(plan.of_rank(peer)[index].stored for index in coming[peer])
         receives.append(like.new_empty(2, stored, *like.shape[1:]))

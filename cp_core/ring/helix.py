@@ -1,8 +1,9 @@
-"""Helix attention of one layer: all ranks have all rows and share the input columns of the output projection.
+"""Helix attention of one layer: every rank has all rows and its columns of the output projection's input.
 
 Each rank attends every query over its own KV shard. One all-to-all gives rank r its columns of every rank's part:
-outputs, and the log-sum-exp of the heads that these columns touch. The rank merges them and multiplies them by its rows
-of the output projection (Helix parallelism, arXiv 2507.07120). A cut between columns may lie inside a head.
+outputs, and the log-sum-exps of the heads that these columns touch. The rank merges the parts, and the model multiplies
+the result by the rank's rows of the output projection (Helix parallelism, arXiv 2507.07120). A cut between columns may
+lie inside a head. Prefill and decode steps call this for each layer; it keeps nothing between calls.
 
 Shapes: T rows, H query heads, K key/value heads, D head dimension, C = H * D columns, N ranks.
 """
@@ -32,7 +33,7 @@ from ringserve.cp_core.transport.interface import RingTransport
 
 
 class HelixColumns:
-    """Each rank's columns among a layer's C columns, and the heads that they touch. Made once per model."""
+    """Each rank's columns of a layer's C columns, and the heads that they touch: the same in all layers of a model."""
 
     def __init__(self, num_heads: int, head_dim: int, rank: int, num_ranks: int, device: torch.device) -> None:
         size = num_heads * head_dim
@@ -58,7 +59,7 @@ class HelixColumns:
         return torch.cat([out_tc[:, self._columns[rank]].reshape(-1), part.lse[:, self._heads[rank]].reshape(-1)])
 
     def part(self, flat: torch.Tensor, rows: Sequence[int], num_rows: int, indices: RowIndices) -> Partial:
-        """Read a message of `rows` as out[T, C / N, 1], lse[T, C / N]: each column is merged like a head."""
+        """Read a message of `rows` as out[T, C / N, 1] and lse[T, C / N], so that each column merges like a head."""
         num_out = len(rows) * len(self)
         out_tc1 = flat[:num_out].view(len(rows), len(self), 1)
         lse_tc = flat[num_out:].view(len(rows), self.numbers_per_row - len(self))[:, self._head_of_column]
@@ -74,8 +75,9 @@ class HelixColumns:
 class NewRows:
     """Rows `rows` of a packed step: all new tokens of one sequence, by position.
 
-    `stored` has the row ranges, ascending, whose keys lie on this rank. `cached` has its runs of earlier tokens: in a
-    layer with a `window` those that any row sees, at the positions `tail`. The first row is at position `start`.
+    `stored` has the row ranges, ascending, whose keys this rank stores. `cached` has this rank's runs of earlier
+    tokens. In a layer with a `window` only those of them count that some row sees; `tail` has their positions. The
+    first row is at position `start`.
     """
 
     rows: TokenRange
@@ -98,7 +100,7 @@ def helix_decode(
     """Attend q[B, H, D], one query per sequence. Return this rank's columns out[B, C / N] in q's dtype.
 
     `shards[i]` has this rank's runs of sequence i, possibly none. The new token's KV is among them on the rank that
-    stores it. A rank sends no part of a sequence that it does not hold. There are no messages if B is 0 or N is 1.
+    stores it. A rank that holds no tokens of a sequence sends no part of it. There are no messages if B is 0 or N is 1.
     Raises Unavailable if a peer is lost.
     """
     batch = q.shape[0]
@@ -121,11 +123,12 @@ def helix_prefill(
 ) -> torch.Tensor:
     """Attend q[T, H, D] over cached tokens and k, v[T, K, D]. Return this rank's columns out[T, C / N] in q's dtype.
 
-    Every rank has all new keys and attends the keys that it stores. A token sees all cached keys, and the new keys up
-    to itself. Raises Unavailable if a peer is lost.
+    Every rank has all new keys, but attends only those that it stores. A token sees all cached keys, and the new keys
+    up to itself. Raises Unavailable if a peer is lost.
     """
     own = empty_partial(q)
-    # For each sequence: all rows over cached keys; for each stored chunk, its own rows, then all later rows.
+    # For each sequence all rows attend the cached keys. A stored chunk's keys are attended by its own rows, then by all
+    # later rows.
     cached, same, later = {}, {}, {}
     for index, sequence in enumerate(sequences):
         if sequence.window:
@@ -170,7 +173,7 @@ def _fill_windowed(
     backend: AttentionBackend,
     scale: float,
 ) -> None:
-    """Fill the rows of a sequence in `own`, in a layer with a window, by the pairs that `helix_prefill` attends."""
+    """Fill the rows of a sequence in `own`, in a layer with a window. Rows attend as in `helix_prefill`."""
     rows, window = sequence.rows, sequence.window
 
     def at(part: TokenRange) -> tuple[TokenRange, ...]:
@@ -198,7 +201,7 @@ def _fill_windowed(
 
 
 def _stacked(q_bhd: torch.Tensor, parts: Sequence[Partial]) -> Partial:
-    """Stack parts of single rows to one part, which may have no rows."""
+    """Join parts, one after another, to one part. Without parts it has no rows."""
     if not parts:
         return empty_partial(q_bhd[:0])
     return Partial(torch.cat([part.out for part in parts]), torch.cat([part.lse for part in parts]))
@@ -212,7 +215,7 @@ def _merged_columns(
     transport: RingTransport,
     indices: RowIndices,
 ) -> torch.Tensor:
-    """Exchange the parts, of rows held[r] on each rank r, and merge this rank's columns of all T rows."""
+    """Exchange the parts and merge this rank's columns of all T rows. Rank r's part has the rows held[r]."""
     num_rows = q_thd.shape[0]
     if not num_rows:
         return q_thd.new_empty(0, len(columns))

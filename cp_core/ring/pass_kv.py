@@ -1,7 +1,8 @@
-"""Ring pass-KV prefill, fused over sequences of any length (arXiv 2411.01783, algorithm 2).
+"""Ring pass-KV prefill of sequences of any length in one step (arXiv 2411.01783, algorithm 2).
 
 Every rank keeps its queries. The sequences' packed KV travels round the ring, N - 1 hops, and each sequence's KV stops
-at the last rank whose queries see it.
+at the last rank whose queries see it. RingPrefill calls `pass_kv` for each layer; other ring algorithms use the
+helpers. Nothing is kept between calls.
 
 Shapes: T query tokens, S stored tokens, K key/value heads, D head dimension.
 """
@@ -28,10 +29,11 @@ def pass_kv(
     scale: float,
     thinned: Sequence[KeyShard] = (),
 ) -> list[SequenceParts]:
-    """Return the parts of this rank's queries: result[source][sequence]. KV is sent on while it is attended.
+    """Return this rank's partial results, by the rank whose keys they attended: result[source][sequence].
 
-    q_of_sequence[i][T, H, D] and keys_of_sequence[i] are this rank's queries and keys. If `thinned` is given, other
-    ranks get these keys instead of all keys, with the lengths of `plan.thinned`. Raises Unavailable if a peer is lost.
+    KV is sent on while it is attended. q_of_sequence[i][T, H, D] and keys_of_sequence[i] are this rank's queries and
+    keys. If `thinned` is given, other ranks get these keys instead of all keys; `plan.thinned` says how many. Raises
+    Unavailable if a peer is lost.
     """
     rank, size = transport.rank, transport.size
     queries = plan.of_rank(rank)
@@ -40,7 +42,7 @@ def pass_kv(
     if size > 1:
         sent = plan.kv_at(rank, 1)
         message = pack_keys([(thinned or keys)[index] for index in sent], keys_of_sequence[0].new.k)
-        # The packed copy exists already, and needs fewer attention calls if the cache has several runs.
+        # If the cache has several runs, the packed copy is attended instead: it takes fewer attention calls.
         if not thinned and any(len(keys[index].cached) > 1 for index in sent):
             keys |= unpack_keys(message, queries, sent)
     for hop in range(size):
@@ -64,7 +66,7 @@ def pass_kv(
 
 
 def merge_all_held(parts: Sequence[SequenceParts], q_of_sequence: Sequence[torch.Tensor]) -> None:
-    """Merge each sequence's parts of all sources so far if a GPU holds too many."""
+    """Merge the parts that each sequence has so far, from all sources, if these are too many to hold on a GPU."""
     for index, q_thd in enumerate(q_of_sequence):
         held = [part for source in parts if source for part in source[index]]
         merged = merge_held(held, q_thd)
@@ -91,7 +93,7 @@ def pack_keys(shards: Sequence[KeyShard], like: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_keys(packed: torch.Tensor, shards: Sequence[Shard], sequences: Sequence[int]) -> dict[int, KeyShard]:
-    """Return views of each sequence's keys in packed[2, S, K, D], which holds the shards of `sequences`."""
+    """Return views of each sequence's keys in packed[2, S, K, D], which holds shards[i] for each i of `sequences`."""
     keys = {}
     at = 0
     for index in sequences:

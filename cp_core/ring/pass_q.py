@@ -1,8 +1,9 @@
-"""Ring pass-Q prefill, fused over sequences of any length (arXiv 2411.01783, algorithm 3).
+"""Ring pass-Q prefill of sequences of any length in one step (arXiv 2411.01783, algorithm 3).
 
 Every rank keeps its KV. The packed queries travel round the ring, N - 1 hops, and each sequence's queries stop at the
-last rank whose keys they see. One all-to-all returns the partial results to the queries' owners. Cheaper than pass-KV
-if few new tokens follow many cached tokens.
+last rank whose keys they see. One all-to-all returns the partial results to the queries' owners. This is cheaper than
+pass-KV if few new tokens follow many cached tokens. RingPrefill calls it for each layer; it keeps nothing between
+calls.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ def pass_q(
     backend: AttentionBackend,
     scale: float,
 ) -> list[SequenceParts]:
-    """Return the parts of this rank's queries: result[source][sequence]. Queries are sent on while they attend.
+    """Return this rank's partial results, by the rank whose keys they attended: result[source][sequence].
 
-    q_thd[T, H, D] has this rank's queries of all sequences, contiguous; keys_of_sequence[i] its keys. Raises
-    Unavailable if a peer is lost.
+    A rank sends queries on while it attends them. q_thd[T, H, D] has this rank's queries of all sequences and is
+    contiguous; keys_of_sequence[i] has this rank's keys of sequence i. Raises Unavailable if a peer is lost.
     """
     rank, size = transport.rank, transport.size
     num_heads, head_dim = q_thd.shape[1:]
     own = plan.of_rank(rank)
     parts: list[SequenceParts] = [[] for _ in range(size)]
-    # No message goes to the rank itself. Its own part stays in place.
-    returned = [PartialBuffer(0, num_heads, head_dim, q_thd.device)] * size
+    # Nothing is returned to the rank itself: its own answers are in parts[rank].
+    outgoing = [PartialBuffer(0, num_heads, head_dim, q_thd.device)] * size
     queries = dict(enumerate(split_new(q_thd, own)))
     message = q_thd
     for hop in range(size):
@@ -67,7 +68,7 @@ def pass_q(
         if source == rank:
             parts[rank] = answers
         else:
-            returned[source] = _pack(answers, num_heads, head_dim, q_thd.device)
+            outgoing[source] = _pack(answers, num_heads, head_dim, q_thd.device)
         if not is_last:
             work.wait()
             message = received
@@ -80,7 +81,7 @@ def pass_q(
         PartialBuffer(0 if peer == rank else _num_rows(ranges), num_heads, head_dim, q_thd.device)
         for peer, ranges in enumerate(expected)
     ]
-    transport.all_to_all([buffer.flat for buffer in returned], [buffer.flat for buffer in arrived]).wait()
+    transport.all_to_all([buffer.flat for buffer in outgoing], [buffer.flat for buffer in arrived]).wait()
     for peer in range(size):
         if peer != rank:
             parts[peer] = _unpack(arrived[peer], expected[peer])
@@ -95,7 +96,7 @@ def _pack(answers: SequenceParts, num_heads: int, head_dim: int, device: torch.d
 
 
 def _unpack(buffer: PartialBuffer, expected: Sequence[Sequence[Rows]]) -> SequenceParts:
-    """Return views of the consecutive row ranges in the buffer, sequence by sequence."""
+    """Return views of the row ranges `expected`, which lie one behind the other in the buffer, sequence by sequence."""
     start = 0
     parts: SequenceParts = []
     for ranges in expected:

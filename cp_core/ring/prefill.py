@@ -1,7 +1,10 @@
-"""Prefill attention of one step on one rank: fused sequences, full or partial prefill, exact.
+"""Prefill attention of one step on one rank, for any number of sequences, with or without cached tokens.
 
-Shapes: T new tokens of this rank over all sequences, S stored tokens, H query heads, K key/value heads,
-D head dimension, N ranks. On a rank, a sequence's new tokens lie together, by position.
+It is exact unless a sequence is sparse. A prefill step of a model makes one `RingPrefill`. Only a chain has messages in
+flight between layers.
+
+Shapes: T new tokens of this rank over all sequences, S stored tokens, H query heads, K key/value heads, D head
+dimension, N ranks. On a rank, a sequence's new tokens lie together, by position.
 """
 
 from __future__ import annotations
@@ -31,14 +34,15 @@ from ringserve.cp_core.ring.sparse_keys import KeyChooser
 from ringserve.cp_core.transport.interface import RingTransport
 
 CachedOf = Callable[[int], Sequence[Sequence[KvRun]]]
-"""Function of the layer: this rank's runs of cached tokens, by sequence."""
+"""Function that takes a layer and returns this rank's runs of cached tokens, by sequence."""
 
 
 class RingPrefill:
     """Prefill attention of one step on one rank: call `attend` for each layer, in order, then `finish`.
 
-    All ranks pass the same plan and algorithm. If all ranks synchronise before every `period`-th layer, the chain must
-    know it (0: they do not). `windows` and `sinks` have each layer's window (0: none) and sinks[H], if any layer has.
+    All ranks pass the same plan and algorithm. All ranks synchronise before every `period`-th layer (0: never); only a
+    chain needs to know it. `windows` has each layer's window (0: none), `sinks` each layer's sinks[H] or None. Either
+    may be empty if no layer has one.
     """
 
     def __init__(
@@ -64,11 +68,14 @@ class RingPrefill:
         self._algorithm = algorithm
         is_chain = algorithm == CHAIN and plan.sequences
         self._chain = Chain(plan, transport, backend, num_layers, period) if is_chain else None
-        assert is_chain or all(each.stored is None for each in plan.sequences), "a chain alone stores elsewhere"
+        assert is_chain or all(each.stored is None for each in plan.sequences), (
+            f"{algorithm} stores new tokens on the ranks that compute them; only a chain can store them on others"
+        )
         is_sparse = any(each.is_sparse for each in plan.sequences)
-        assert algorithm == PASS_KV or not is_sparse, f"{algorithm} sends all keys, and a sequence is sparse"
+        assert algorithm == PASS_KV or not is_sparse, f"{algorithm} sends all keys, but a sequence is sparse"
         self._chooser = KeyChooser(plan, transport, num_layers) if is_sparse else None
-        # Without other ranks, all algorithms are one. Chains and sp_ntp keep more than the attention.
+        # Without other ranks, all algorithms compute the same. Chains and sp_ntp still take their own path: a chain
+        # keeps the layer's new KV for `stored`.
         self._is_alone = transport.size == 1 and algorithm not in (CHAIN, SP_NTP) and not is_sparse
 
     def attend(
@@ -120,7 +127,7 @@ class RingPrefill:
         return out
 
     def is_lone(self, layer: int) -> bool:
-        """Return whether every row of a layer sees all earlier keys of its sequence, and all of them are here."""
+        """Return whether a layer has no window and no sinks, and this rank has all keys of every sequence."""
         return self._is_alone and not self._windows[layer] and self._sinks[layer] is None
 
     def shards(self, layer: int) -> tuple[Shard, ...]:
@@ -128,8 +135,8 @@ class RingPrefill:
         return self._plans[self._windows[layer]].of_rank(self._transport.rank)
 
     def stored(self, index: int) -> KvRun:
-        """Return KV of the tokens that this rank stores, after `attend`. The sequence's plan must have `stored`."""
-        assert self._chain is not None, "a chain alone stores elsewhere"
+        """Return KV of a sequence's new tokens that this rank stores, in the layer attended last. Only for chains."""
+        assert self._chain is not None, f"{self._algorithm} keeps no new KV; only a chain does"
         return self._chain.stored(index)
 
     def finish(self) -> None:
@@ -154,7 +161,7 @@ def ring_prefill(
     """Attend a single layer: q[T, H, D] over k, v[T, K, D] and `cached`. Return out[T, H, D].
 
     On the same layout, all algorithms except sp_ntp give the same bits if each sequence has at most one cached run per
-    rank. Otherwise they differ by at most 4e-7 of max |v|. Only KV that another rank sees is sent. Raises like
+    rank. Otherwise they differ by at most 4e-7 of max |v|. KV that no other rank's queries see is not sent. Raises like
     `RingPrefill`.
     """
     ring = RingPrefill(plan, transport, backend, algorithm, windows=(window,), sinks=(sink,))

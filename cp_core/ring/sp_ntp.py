@@ -1,15 +1,16 @@
 """Head-parallel prefill: each rank attends a share of the heads for all tokens (SP-NTP of CSPS, arXiv 2409.15104).
 
 One all-to-all moves q, k, v and cached KV from token shares to head shares. A second all-to-all returns the finished
-outputs, without LSE. Stored KV stays with its tokens. At medium miss rates the bytes sent lie between pass-KV's and
-pass-Q's.
+outputs, without LSE. New KV is still stored on the rank that has the tokens. If the cache holds a medium share of the
+tokens, the bytes sent lie between pass-KV's and pass-Q's. RingPrefill calls it for each layer; it keeps nothing between
+calls.
 
-With several segments of new tokens, both all-to-alls overlap with attention. All segments leave at once, cached KV with
-the first. Each segment is attended when it has arrived, over cached KV and earlier segments, and its outputs return
-while the next segment is attended.
+New tokens may be cut into several segments by position; then both all-to-alls overlap with attention. All segments
+leave at once, cached KV with the first. Each segment is attended when it has arrived, over cached KV and earlier
+segments, and its outputs return while the next segment is attended.
 
-Shapes: T new tokens of this rank, P cached tokens, H query heads, K KV heads, h and k heads of one rank's share, D head
-dimension, N ranks.
+Shapes: T new tokens of this rank, P cached tokens, H query heads, K KV heads, h query heads and k KV heads of one
+rank's share, D head dimension, N ranks.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Piece:
         return self.stop - self.start
 
     def num_sent(self, share: HeadShare) -> int:
-        """Return the number of rows [.., D] in the message that brings the piece to a share."""
+        """Return the number of rows [.., D] that the piece has in the message to the rank of a head share."""
         return len(self) * len(share.heads) + 2 * (len(self) + self.cached) * len(share.kv_heads)
 
 
@@ -64,7 +65,7 @@ def pieces_of(shard: Shard, borders: Sequence[int]) -> list[Piece]:
 
 @dataclass(frozen=True, slots=True)
 class SharePart:
-    """Piece for one share of heads: q[T, h, D], new k and v[T, k, D], cached runs."""
+    """Tensors of a piece for one share of heads: q[T, h, D], new k and v[T, k, D], cached runs."""
 
     q: torch.Tensor
     new: KvRun
@@ -82,7 +83,7 @@ class SharePart:
 
     @classmethod
     def of_message(cls, rows: torch.Tensor, piece: Piece, share: HeadShare) -> SharePart:
-        """Return views of rows[.., D], which `packed` has filled."""
+        """Return views of rows[.., D], the message that another rank made with `packed`."""
         num_new, num_kv, head_dim = len(piece), len(share.kv_heads), rows.shape[1]
         counts = (num_new * len(share.heads), *(num_new * num_kv,) * 2, *(piece.cached * num_kv,) * 2)
         q, k, v, cached_k, cached_v = rows.split(counts)
@@ -217,9 +218,9 @@ class _ServedSequence:
         return SharePart.of_own(self._q, self._keys, self.pieces[rank][segment], share)
 
     def take(self, segment: int, parts: Sequence[SharePart]) -> None:
-        """Order a segment's queries and keys by position. parts[r] come from rank r."""
+        """Order a segment's queries and keys by position. parts[r] comes from rank r."""
         tokens = TokenRange(self._borders[segment], self._borders[segment + 1])
-        # For every range of positions: (first position, rank, first row of the part, rows).
+        # For every range of positions: (first position, rank, first row in that rank's part, number of rows).
         self._places = []
         for peer, shard in enumerate(self._shards):
             here = [each.intersect(tokens) for each in shard.ranges]
@@ -238,7 +239,7 @@ class _ServedSequence:
         self._new.k[self.start : self.stop] = by_position([each.new.k for each in parts])
         self._new.v[self.start : self.stop] = by_position([each.new.v for each in parts])
         held = [[run for run in each.cached if run.k.shape[0]] for each in parts]
-        if self._window:  # one run a rank, so that its positions are the rank's tail
+        if self._window:  # one run per rank, so that the run's positions are the rank's tail
             held = [[join_runs(runs)] if runs else [] for runs in held]
         self._cached += [run for runs in held for run in runs]
 
@@ -269,7 +270,7 @@ class _ServedSequence:
         return KvRun(self._new.k[self.start : self.stop, heads], self._new.v[self.start : self.stop, heads])
 
     def given_back(self, parts: Sequence[SharePart], out: torch.Tensor) -> list[torch.Tensor]:
-        """Split the segment's out[T, h, D] into the rows of each rank, in the order of its queries."""
+        """Split the segment's out[T, h, D] into one tensor per rank, with rows in the order of that rank's queries."""
         outs = [torch.empty_like(each.q, memory_format=torch.contiguous_format) for each in parts]
         at = 0
         for _, peer, row, count in self._places:

@@ -1,9 +1,10 @@
-"""Chosen keys of a sparse prefill: in each layer and head, the keys that sampled queries attend most reach other ranks.
+"""Choice of keys in sparse prefill: other ranks get a few fixed ones and those that sampled queries attend to most.
 
 In every sparse layer the ranks first exchange the queries at a few positions of each sequence, including its last. Each
-rank then sums the attention of these queries over its own keys, and chooses the keys with the largest sums for each KV
-head and partition (CSPS, arXiv 2409.15104, leaves open who ranks keys; decision 0032 compares rules). The first and the
-last layer are exact.
+rank then sums the attention that each of its keys gets from these queries. For each KV head and each partition (see
+layout.sparsity) it chooses the first keys, the newest keys and those with the largest sums. CSPS (arXiv 2409.15104)
+does not say who scores the keys; decision 0032 compares rules. The first and the last layer are exact. RingPrefill
+makes a chooser for each step with sparse sequences.
 
 Shapes: T new tokens of this rank, S stored tokens, M sampled queries, H query heads, K KV heads, G = H // K, D head
 dimension, C chosen keys.
@@ -22,11 +23,11 @@ from ringserve.cp_core.ring.pass_kv import pack_keys
 from ringserve.cp_core.transport.interface import RingTransport
 
 SCORED_AT_ONCE = 16
-"""Sampled queries scored at a time: each needs G * S numbers in memory."""
+"""Sampled queries scored at a time: each needs H * S numbers in memory."""
 
 
 class KeyChooser:
-    """Chooser of keys for all layers of one step on one rank. Made once per step."""
+    """Chooser of keys for all layers of one step on one rank. RingPrefill makes it."""
 
     def __init__(self, plan: PrefillPlan, transport: RingTransport, num_layers: int) -> None:
         self._plan = plan
@@ -80,9 +81,10 @@ class KeyChooser:
 def importance_of(
     q_mhd: torch.Tensor, k_skd: torch.Tensor, shard: Shard, positions: Sequence[int], scale: float
 ) -> torch.Tensor:
-    """Sum the attention of sampled queries at `positions` over a shard's stored keys, as fp32[K, S].
+    """Return the attention that each stored key gets from the sampled queries at `positions`, as fp32[K, S].
 
-    Each head of a query adds 1 in total, over the keys that it sees here.
+    It is summed over queries and over the query heads of a KV head. Each head of a query adds 1 in total to the keys of
+    this shard that the query sees.
     """
     num_kv_heads, group = k_skd.shape[1], q_mhd.shape[1] // k_skd.shape[1]
     device, total = k_skd.device, torch.zeros(num_kv_heads, k_skd.shape[0], device=k_skd.device)
@@ -94,7 +96,7 @@ def importance_of(
         q_kgmd = q_part.float().unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3)
         unseen_ms = places > at.to(device)[:, None]
         weights = (q_kgmd @ k_k1ds * scale).masked_fill_(unseen_ms, -torch.inf).softmax(dim=-1)
-        # A query that sees no key here has no softmax.
+        # The softmax of a query that sees no key here is NaN; it counts as 0.
         total += weights.masked_fill_(unseen_ms, 0.0).sum(dim=(1, 2))
     return total
 
@@ -102,9 +104,9 @@ def importance_of(
 def _chosen_keys(
     packed: torch.Tensor, importance: torch.Tensor, sequence: SequencePlan, shard: Shard, rank: int
 ) -> KeyShard:
-    """Return the chosen keys of packed[2, S, K, D], in stored order: the shard that other ranks expect."""
+    """Return the chosen keys of packed[2, S, K, D], in stored order, as many as other ranks expect."""
     sparsity, thinned = sequence.sparsity, sequence.thinned(rank)
-    assert sparsity is not None, "a sparse sequence"
+    assert sparsity is not None, "the sequence is not sparse"
     chosen, begin = [], 0
     for length in (shard.cached, *map(len, shard.ranges)):
         scores = importance[:, begin : begin + length].clone()

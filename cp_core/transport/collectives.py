@@ -1,6 +1,9 @@
 """Ring collectives, built from sends and receives between pairs of ranks, and sums over tensor-parallel ranks.
 
-Shapes: T tokens, any leading dims. Every collective leaves the same bits on each rank.
+Every transport derives from `PointToPointRing` or wraps one that does. Tensor-parallel layers call the functions. Sums
+have the same bits on every rank.
+
+Shapes: T tokens, any leading dims.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ class Message:
 
 
 class PointToPointRing(ABC):
-    """Base class of ring transports. A subclass moves one batch of messages in `_start`."""
+    """Base class of ring transports. Every operation is one batch of messages, which a subclass starts in `_start`."""
 
     is_on_stream = False
 
@@ -123,8 +126,8 @@ class TimedWork:
 def all_reduce(partial: torch.Tensor, transport: RingTransport) -> torch.Tensor:
     """Sum every rank's `partial`, in rank order and at least in fp32. The result has its shape and dtype.
 
-    Each rank sends (N - 1) * size bytes if N is 2 or the tensor is small, else 2 * (N - 1) / N * size bytes. Raises
-    Unavailable if the ring breaks.
+    On N ranks, a rank sends N - 1 times the tensor's bytes if N is 2 or the tensor is small, else 2 * (N - 1) / N
+    times. Raises Unavailable if the ring breaks.
     """
     if transport.size == 1:
         return partial
@@ -144,8 +147,8 @@ def all_reduce(partial: torch.Tensor, transport: RingTransport) -> torch.Tensor:
 def reduce_scatter_rows(partial: torch.Tensor, transport: RingTransport) -> torch.Tensor:
     """Return this rank's rows [..., even share of T, C] of the sum over all ranks' `partial` [..., T, C].
 
-    The sum has the same bits as `all_reduce`. Each rank sends (N - 1) / N * size bytes. Raises Unavailable if the ring
-    breaks.
+    The sum has the same bits as `all_reduce`. On N ranks, a rank sends (N - 1) / N times the tensor's bytes. Raises
+    Unavailable if the ring breaks.
     """
     if transport.size == 1:
         return partial

@@ -1,6 +1,7 @@
 """Joining a ring: ranks find each other in a key-value store that one of them serves.
 
-Ranks that already know each other's endpoints need no store: `cp_core.transport.socket_mesh` connects them.
+Ranks join NCCL rings here; benchmarks and tests join rings of any kind here. Ranks that already know each other's
+endpoints need no store: `cp_core.transport.socket_mesh` connects them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""In-process ring whose ranks are threads: the semantics of a real ring, for tests and newcomers."""
+"""In-process ring whose ranks are threads: it behaves like a real ring. Rings of one rank and tests use it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class InProcessRing:
     """Ring with one transport per rank, each for its own thread. `timeout_seconds` bounds every wait."""
 
     def __init__(self, size: int, timeout_seconds: float = 30.0) -> None:
-        post = _Post()
-        self.transports = tuple(InProcessTransport(rank, size, timeout_seconds, post) for rank in range(size))
+        mailbox = _Mailbox()
+        self.transports = tuple(InProcessTransport(rank, size, timeout_seconds, mailbox) for rank in range(size))
 
     def close(self) -> None:
         """Close every rank."""
@@ -27,7 +27,7 @@ class InProcessRing:
             transport.close()
 
 
-class _Post:
+class _Mailbox:
     """Messages in flight, by (source, destination) pair and number within the pair."""
 
     def __init__(self) -> None:
@@ -39,20 +39,22 @@ class _Post:
 class InProcessTransport(PointToPointRing):
     """One rank's end of an InProcessRing. Sent tensors are copied at once."""
 
-    def __init__(self, rank: int, size: int, timeout_seconds: float, post: _Post) -> None:
+    def __init__(self, rank: int, size: int, timeout_seconds: float, mailbox: _Mailbox) -> None:
         super().__init__(rank, size, timeout_seconds)
-        self._post = post
+        self._mailbox = mailbox
         self._num_sent: dict[int, int] = {}
         self._num_expected: dict[int, int] = {}
 
     def _start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> _Delivery:
         copies = [(message.peer, message.tensor.clone()) for message in sends]
-        with self._post.changed:
-            if copies:  # messages sent before a rank left can still be received, as with sockets
+        with self._mailbox.changed:
+            # A batch that only receives is not refused: messages sent before a rank left can still be received, as with
+            # sockets.
+            if copies:
                 self._check_open()
             for peer, copy in copies:
-                self._post.messages[(self.rank, peer), _next(self._num_sent, peer)] = copy
-            self._post.changed.notify_all()
+                self._mailbox.messages[(self.rank, peer), _next(self._num_sent, peer)] = copy
+            self._mailbox.changed.notify_all()
         expected = [
             (((message.peer, self.rank), _next(self._num_expected, message.peer)), message.tensor) for message in recvs
         ]
@@ -60,27 +62,27 @@ class InProcessTransport(PointToPointRing):
 
     def take(self, key: tuple[Pair, int], deadline: float) -> torch.Tensor:
         """Wait for message `key` and return it. Raises Unavailable at `deadline` (time.monotonic)."""
-        with self._post.changed:
-            while key not in self._post.messages:
+        with self._mailbox.changed:
+            while key not in self._mailbox.messages:
                 self._check_open()
-                if not self._post.changed.wait(deadline - time.monotonic()) and key not in self._post.messages:
+                if not self._mailbox.changed.wait(deadline - time.monotonic()) and key not in self._mailbox.messages:
                     self._break()
                     raise Unavailable(f"rank {self.rank} waited too long for a message of rank {key[0][0]}")
-            return self._post.messages.pop(key)
+            return self._mailbox.messages.pop(key)
 
     def close(self) -> None:
         """See RingTransport."""
-        with self._post.changed:
+        with self._mailbox.changed:
             self._break()
 
     def _break(self) -> None:
-        if self._post.closed_by is None:
-            self._post.closed_by = self.rank
-        self._post.changed.notify_all()
+        if self._mailbox.closed_by is None:
+            self._mailbox.closed_by = self.rank
+        self._mailbox.changed.notify_all()
 
     def _check_open(self) -> None:
-        if self._post.closed_by is not None:
-            raise Unavailable(f"rank {self._post.closed_by} left the ring of {self.size}")
+        if self._mailbox.closed_by is not None:
+            raise Unavailable(f"rank {self._mailbox.closed_by} left the ring of {self.size}")
 
 
 class _Delivery:

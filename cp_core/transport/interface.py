@@ -1,9 +1,9 @@
 """Ring transport contract: the operations that move tensors between ranks.
 
-Operations start at once and return a `Work`. Until `Work.wait()` returns, sent tensors may be read but not written, and
-received tensors may be neither. Tensors are contiguous. Both sides know every size in advance, so lengths are exact,
-and an empty tensor sends nothing. Messages between two ranks arrive in issue order, and every rank issues its
-operations in the same order.
+All code that sends between the ranks of a ring uses it. Operations start at once and return a `Work`. Until
+`Work.wait()` returns, sent tensors may be read but not written, and received tensors may be neither read nor written.
+Tensors are contiguous. Both sides know every size in advance, so lengths are exact, and an empty tensor sends nothing.
+Messages between two ranks arrive in issue order, and every rank issues its operations in the same order.
 
 If `is_on_stream`, messages are work of the device's stream: `wait` returns at once, and work that is queued later runs
 after the messages. CUDA graphs record them. On other rings, `wait` returns when the messages have arrived.
@@ -34,8 +34,9 @@ class Work(Protocol):
 class TransportStats:
     """Counters since the transport was made.
 
-    `seconds_waited` counts the caller's waits, without messages that a CUDA graph replays. `seconds_under_way` counts
-    the time with any message in flight, awaited or not. It is None if the transport cannot see when a message is done.
+    `seconds_waited` is the time that the caller waited, without waits for messages that a CUDA graph replays.
+    `seconds_under_way` counts the time with any message in flight, awaited or not. It is None if the transport cannot
+    see when a message is done.
     """
 
     exchanges: int = 0
@@ -52,7 +53,7 @@ class TransportStats:
         return {name: getattr(self, name) for name in COUNTERS}
 
     def add(self, counts: Mapping[str, int], times: int = 1) -> None:
-        """Count operations that a CUDA graph repeated."""
+        """Add the `counts` of operations that a CUDA graph replayed `times` times."""
         for name, count in counts.items():
             setattr(self, name, getattr(self, name) + times * count)
 

@@ -1,7 +1,7 @@
 """Rings over torch process groups, among them the GPU ring over NCCL.
 
-The process group is private to the ring. torch's default process group is never touched, so one process can have
-several rings and rebuild any of them.
+`connect_ring` joins a rank to its NCCL ring. The process group is private to the ring. torch's default process group is
+never touched, so one process can have several rings and rebuild any of them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ProcessGroupRing(PointToPointRing):
     """
 
     def __init__(self, process_group: ProcessGroupLike, timeout_seconds: float, store: object) -> None:
-        """Own `process_group`, and keep `store` alive as long as the ring: on rank 0 it serves the other ranks."""
+        """Own `process_group`. Keep `store` alive as long as the ring, in case this rank serves it to the others."""
         super().__init__(process_group.rank(), process_group.size(), timeout_seconds)
         self._group = process_group
         self._store = store
@@ -60,7 +60,10 @@ class ProcessGroupRing(PointToPointRing):
             raise self.fail(f"rank {self.rank} lost the ring") from error
 
     def _issue(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[tuple[Work, int]]:
-        """Start all messages and return each operation with its peer. Raises RuntimeError if the ring is broken."""
+        """Start all messages. Return each operation with its peer, or with this rank if it is the whole batch.
+
+        Raises RuntimeError if the ring is broken.
+        """
         # Receives first: if the receiver is ready, a message needs one trip instead of three.
         received = [(self._group.recv([each.tensor], each.peer, DATA_TAG), each.peer) for each in recvs]
         sent = [(self._group.send([each.tensor], each.peer, DATA_TAG), each.peer) for each in sends]
@@ -75,10 +78,11 @@ class ProcessGroupRing(PointToPointRing):
         """End every wait of this rank and of its peers."""
 
     def await_event(self, event: torch.Event) -> None:
-        """See RingTransport. A broken ring ends the wait; messages then end without data, and later results are void.
+        """See RingTransport. If the ring breaks, the wait ends with Unavailable.
 
-        The transport's timeout bounds the wait. It is the only deadline for messages that a CUDA graph replays. A lone
-        rank has no messages, so a plain wait serves it sooner.
+        Messages of a broken ring end without their data, so nothing computed from them may be used. The transport's
+        timeout bounds the wait. It is the only deadline for messages that a CUDA graph replays. A lone rank has no
+        messages, so it waits without polling, which is faster.
         """
         if self.size == 1:
             return super().await_event(event)
@@ -118,7 +122,9 @@ class Operations:
                 self._ring.wait_for(work, deadline)
             except RuntimeError as error:
                 late = " after its deadline" if time.monotonic() >= deadline else ""
-                raise self._ring.fail(f"rank {self._ring.rank} lost rank {peer}{late}") from error
+                # A batch that was issued as one operation has no single peer.
+                lost = "the ring" if peer == self._ring.rank else f"rank {peer}"
+                raise self._ring.fail(f"rank {self._ring.rank} lost {lost}{late}") from error
 
 
 class StreamEvent(Protocol):
@@ -134,15 +140,15 @@ class StreamWaits:
     Waits inside a CUDA graph are not measured: replays record no timed events.
     """
 
-    def __init__(self, record: Callable[[], StreamEvent], is_recorded: Callable[[], bool]) -> None:
-        """`record` records an event on the stream. `is_recorded` returns whether a graph records the stream."""
+    def __init__(self, record: Callable[[], StreamEvent], is_capturing: Callable[[], bool]) -> None:
+        """`record` records an event on the stream. `is_capturing` returns whether a CUDA graph captures the stream."""
         self._record = record
-        self._is_recorded = is_recorded
+        self._is_capturing = is_capturing
         self._open: deque[tuple[StreamEvent, StreamEvent]] = deque()
 
     def around(self, wait: Callable[[], object]) -> None:
         """Make the stream wait by calling `wait`, which returns at once."""
-        if self._is_recorded():
+        if self._is_capturing():
             wait()
             return
         began = self._record()
@@ -205,11 +211,12 @@ class NcclRing(ProcessGroupRing):
 
 
 def join_nccl(
-    prefixed: Store, rank: int, size: int, device: torch.device, timeout_seconds: float, store: object
+    rendezvous: Store, rank: int, size: int, device: torch.device, timeout_seconds: float, store: object
 ) -> ProcessGroupRing:
-    """Join the ring of the ranks that meet in `prefixed`. `store` lives as long as the ring.
+    """Join the ring of the ranks that meet in `rendezvous`, a store with only this ring's keys.
 
-    Raises ConfigError if torch is built without NCCL, RuntimeError if other ranks do not join.
+    `store` lives as long as the ring. Raises ConfigError if torch is built without NCCL, RuntimeError if other ranks do
+    not join.
     """
     if not torch.distributed.is_nccl_available():
         raise ConfigError("ring transport is 'nccl', but this torch is built without NCCL")
@@ -217,9 +224,9 @@ def join_nccl(
 
     options = ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_seconds)
-    nccl = ProcessGroupNCCL(prefixed, rank, size, options)
+    nccl = ProcessGroupNCCL(rendezvous, rank, size, options)
     nccl.eager_connect_single_device(device)
-    group = ProcessGroup(prefixed, rank, size)
+    group = ProcessGroup(rendezvous, rank, size)
     group._set_default_backend(ProcessGroup.BackendType.NCCL)
     group._register_backend(device, ProcessGroup.BackendType.NCCL, nccl)
     return NcclRing(group, device, timeout_seconds, store)
