@@ -45,8 +45,8 @@ def bridge_commands(number: int) -> list[Command]:
 
 def hub_commands(number: int) -> list[Command]:
     """Return the commands for a bridge whose hub namespace is itself member 0 of the network."""
-    # A bridge for which no hardware address is set takes that of a port. When that port goes, the address changes, and
-    # the other members no longer reach the hub.
+    # Without an address of its own, a bridge uses a port's hardware address. If that port went, the address would
+    # change, and the other members would no longer reach the hub.
     hardware = ("ip", "link", "set", f"ring-{number}", "address", f"02:00:00:00:00:{number:02x}")
     join = ("ip", "address", "add", f"{address_of(number, 0)}/24", "dev", f"ring-{number}")
     return [("ip", "link", "set", "lo", "up"), *bridge_commands(number), hardware, join]

@@ -55,8 +55,7 @@ SILENT_SECONDS = 40.0
 LONG_ANSWER = 400
 NUM_FLOOD, FLOOD_TOKENS, FLOOD_SECONDS = 40, 6000, 30.0
 MAX_BEFORE = 2
-"""Turns of the flood that may end before an equal turn of another tenant: the one that is running, and one in
-between."""
+"""How many of the flood's turns may end before another tenant's equal turn: the running one, and one more."""
 QUEUE_SECONDS = 300.0
 """Time in which the whole flood is served."""
 TOKENS = {"flood": f"rs-{'f' * 43}", "other": f"rs-{'o' * 43}"}
@@ -426,7 +425,7 @@ def title(process: psutil.Process) -> str:
 
 
 def own_directories(day: BadDay) -> list[str]:
-    """Return the names of Ray's directories in the scenario's temporary directory, without that of shared resources."""
+    """Return the names of the directories that Ray made in the scenario's temporary directory for itself alone."""
     names = (path.name for path in (day.folder / "t").glob(f"{DIRECTORY_PREFIX}*"))
     return [name for name in names if name != shared_directory().name]
 

@@ -41,7 +41,7 @@ EXAMPLE = """example:
 HELP = f"""Starts a cluster of its own and plays 8 conversations of three turns to it, greedy and seeded,
 with penalties and stop strings. In every cell of the matrix PROCESS x PHASE x HOW one process
 is hit while the second turns are seen in that phase, or just before them (idle). All answers
-must equal those without a fault (greedy ones: those of transformers). The fault must be noticed
+must equal the answers without a fault, and greedy answers transformers'. The fault must be noticed
 within {MAX_DETECT_SECONDS:g} s, and the next token come at most {MAX_LATE_SECONDS:g} s later than
 without it.
 No KV block and no conversation may be lost.
@@ -127,7 +127,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _forbidden(options: argparse.Namespace, cells: Sequence[Cell], config: Config) -> dict[Kind, str]:
-    """Return why this machine does not permit cells of a kind. If cells need a hub, start the command anew in one."""
+    """Return, by kind of cell, why this machine cannot run it.
+
+    If cells cut links between nodes, this process must be in a hub: it replaces itself by the same command in one.
+    """
     if config.model.device == "cuda":
         return dict.fromkeys(ON_WORKER, "both nodes on this machine would take its GPUs; choose model.device=cpu")
     if options.in_hub or not any(cell.kind is Kind.NODE for cell in cells):

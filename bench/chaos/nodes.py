@@ -71,7 +71,7 @@ def settings_of(config: Config) -> list[str]:
 
 
 class WorkerNode:
-    """Worker node: `start`, then `keep` again and again, which starts it anew if it has ended."""
+    """Worker node. After `start`, call `keep` again and again: it restarts a node that has ended."""
 
     def __init__(self, address: str, command: Command, environment: Mapping[str, str], log: Path, *, has_link: bool):
         """Take the command of its processes, and whether it is to have a namespace and a link of its own."""
@@ -118,7 +118,7 @@ class WorkerNode:
         self._is_cut = False
 
     def keep(self) -> None:
-        """Start the node anew if it has ended. As on a machine that comes back, nothing that ran before still runs."""
+        """Restart the node if it has ended, without its earlier processes, like a machine after a reboot."""
         if self._process is not None and self._process.poll() is not None:
             self._processes.kill_all(self._process.pid)
             self.start(self._processes)

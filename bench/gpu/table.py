@@ -51,7 +51,7 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Device of a run and the sizes of its cases: on a GPU those that the targets name, on a CPU those of a toy."""
+    """Device of a run and the sizes of its cases. On a GPU the targets name them; a CPU gets small ones."""
 
     device: str
     dtype: str
